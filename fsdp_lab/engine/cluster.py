@@ -1,4 +1,4 @@
-"""Starting Ray, or reaching a cluster; and ending it with all its processes."""
+"""Starts Ray or connects to a cluster, and ends Ray with all its processes."""
 
 from __future__ import annotations
 
@@ -27,49 +27,49 @@ from fsdp_lab.engine.ray_job import in_job, is_rays_copy
 from fsdp_lab.machine import hardware
 
 HASH_SEED = "PYTHONHASHSEED"
-# Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
-# its controller looks after workers often: a report waits for that look (2 s by default).
+# Set before Ray is imported. Ray prints little and keeps paths relative to the working directory. Its controller polls
+# workers often, because a report waits for the poll (2 s by default).
 ENVIRONMENT = {
-    HASH_SEED: "0",  # of workers: a set of words has one order on all ranks, and in every sweep
+    HASH_SEED: "0",  # so that a set of words has one order on all ranks and in every sweep
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
-    "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # nobody reads Tune's snapshots, which hold every trial
+    "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # never: nobody reads Tune's snapshots of all trials
     "TUNE_WARN_SLOW_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "60",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # no paragraph about each killed worker: a trial's error is one line
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # no paragraph per killed worker: a trial's error is one line
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # a line in a rank's log for each report
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which writes every printed line into a worker's log twice
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it adds a line to a rank's log for each report
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it logs each printed line twice
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_process_group_cleanup_enabled": "1",  # what a killed worker has started ends with it
-    "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else the machine does go first: speeds would be lower
-    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # for a stopped trial to let go of its workers, before the next
-    "TUNE_MAX_PENDING_TRIALS_PG": "64",  # trials that start at a time: by itself Tune starts one after another
+    "RAY_process_group_cleanup_enabled": "1",  # children of a killed worker end with it
+    "RAY_worker_niceness": "0",  # Ray's default of 15 gives way to other processes and lowers speeds
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # time for a stopped trial to free its workers
+    "TUNE_MAX_PENDING_TRIALS_PG": "64",  # trials that start at a time; by default Tune starts one
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the driver has its own
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a metric that a trial cannot have stops no sweep
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a missing metric stops no sweep
 }
 
 _PROBE_TIMEOUT_S = 8.0
-_END_S = 6.0  # for processes that were killed, to be gone
-# Ray's servers speak HTTP/2 (RFC 9113), in which both sides begin with a frame of settings, here an empty one.
+_END_S = 6.0  # in which killed processes must end
+# Ray's servers speak HTTP/2 (RFC 9113), in which both sides first send a settings frame, here an empty one.
 _SETTINGS = b"\x04"
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
-_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's error, or in its cause
+_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # texts in Ray's error or in its cause
 _own_token = secrets.token_hex(32)
 
 _servers: dict[str, psutil.Process] = {}  # of a Ray that was started here
-_own_folders: list[Path] = []  # what it writes in the folder for temporary files: logs and sockets
+_own_folders: list[Path] = []  # its temporary files: logs and sockets
 
 
 def set_environment() -> None:
     """Set Ray's environment variables that the user has not set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # with Ray's new output Tune would take no callback that reports progress
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # with Ray's new output Tune rejects a callback that reports progress
 
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
@@ -79,11 +79,11 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     """Start Ray on this machine, or connect to the cluster at `cluster.address`. Does nothing if connected.
 
     Args:
-        code: dotted paths to the user's code, which is copied to a cluster's nodes. Processes on this machine import it
-            from its place.
+        code: dotted paths to the user's code, which Ray copies to a cluster's nodes. Processes on this machine import
+            the original.
 
     Raises:
-        UserError: Ray does not start, or none answers at the address, or it refuses this process's token.
+        UserError: Ray does not start, does not answer at the address, or rejects this process's token.
     """
     loaded = sys.modules.get("ray")
     if cluster.address is not None and loaded is not None and loaded.is_initialized():
@@ -96,21 +96,21 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
 
 
 def _start_here() -> None:
-    # Ray's servers listen on every interface unless the node's address is the loopback; it takes that
-    # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
+    # Ray's servers listen on every interface unless the node's address is the loopback; it uses the loopback only on
+    # systems that it believes cannot form clusters. Ray overrides `_node_ip_address`.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     set_own_token()
     cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
-    if gpus and cpus >= 2 * gpus:  # a core for each rank's imports is free while the trial before it trains
+    if gpus and cpus >= 2 * gpus:  # a core per rank is free for imports while the previous trial trains
         os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
     import ray
 
     adopt_orphans()
-    # "local" and not None, which would join a Ray that another process started on this machine
-    # and with our counts: Ray's own takes no notice of an invalid entry in CUDA_VISIBLE_DEVICES
+    # "local", because None would join a Ray that another process started on this machine. Our own counts, because Ray
+    # counts invalid entries of CUDA_VISIBLE_DEVICES.
     try:
         context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **_QUIET)
-    except Exception as error:  # Ray raises just that when its servers have not started within half a minute
+    except Exception as error:  # its class if servers do not start in half a minute
         raise UserError(
             f"engine=ray: Ray did not start on this machine ({str(error).partition(chr(10))[0]}); see what else "
             "uses its cores, memory or /tmp (`python -m fsdp_lab doctor`) and try again, or use engine=inline."
@@ -121,13 +121,13 @@ def _start_here() -> None:
 
 
 def _connect(address: str, code: Sequence[str]) -> None:
-    # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
+    # By default Ray tries twenty times, once a second, even if the server rejects the token or requires one.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
     import ray
 
     address, named = reachable(address)
     try:
-        with without_stderr():  # Ray's own code prints a line a second while it tries
+        with without_stderr():  # Ray prints a line per second while it tries
             ray.init(address=address, runtime_env=code_environment(code), **_QUIET)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         refused = any(sign in f"{error}{error.__cause__}" for sign in _REFUSED)
@@ -135,12 +135,12 @@ def _connect(address: str, code: Sequence[str]) -> None:
 
 
 def running_cluster(address: str) -> RunningCluster:
-    """Ask the cluster at an address what its nodes have, and leave it, unless this process is connected.
+    """Ask the cluster at an address for its nodes' resources, and disconnect, unless this process was connected before.
 
     Trials connect later, with the code that they need.
 
     Raises:
-        UserError: see `start_ray`; or it is no address.
+        UserError: see `start_ray`; or the address is invalid.
     """
     loaded = sys.modules.get("ray")
     connected = loaded is not None and loaded.is_initialized()
@@ -162,21 +162,21 @@ def running_cluster(address: str) -> RunningCluster:
 
 
 def set_own_token() -> None:
-    """Let a Ray that is started here answer only to processes with this process's token.
+    """Make a Ray that is started here answer only to processes with this process's token.
 
-    The token is in the environment of its processes and nowhere else, while Ray's own is in the home folder. A user who
-    turned authentication off (RAY_AUTH_MODE=disabled) has it off; a Ray without authentication ignores the token.
+    The token is only in the environment of its processes; Ray's default token is in the home folder.
+    RAY_AUTH_MODE=disabled keeps authentication off. A Ray without authentication ignores the token.
     """
-    if "ray" not in sys.modules:  # else it has read the mode, and from 2.59 on asks for tokens by itself
+    if "ray" not in sys.modules:  # an imported Ray has read the mode, and from 2.59 on requires tokens
         os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ["RAY_AUTH_TOKEN"] = _own_token  # it comes before a path
+    os.environ["RAY_AUTH_TOKEN"] = _own_token  # it has priority over a path
 
 
 def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
-    """Return the runtime environment that brings the packages of dotted paths to every node; None for no packages.
+    """Return the runtime environment that copies the packages of dotted paths to every node; None for no packages.
 
-    It also gives workers one hash seed. With such an environment Ray cannot use workers that it started in advance.
-    Files of a Ray job are on every node already.
+    It also sets the hash seed of workers. With such an environment Ray cannot use workers that it started in advance.
+    The files of a Ray job are on every node already.
     """
     user_roots = {root for path in code if (root := user_root(path)) is not None}
     roots = sorted(str(root) for root in user_roots if not is_rays_copy(root))
@@ -188,7 +188,7 @@ def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
 
 @contextmanager
 def without_stderr() -> Iterator[None]:
-    """Drop what this process writes to its standard error, native code included."""
+    """Drop this process's standard error, including that of native code."""
     shown = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -200,18 +200,18 @@ def without_stderr() -> Iterator[None]:
 
 
 def reachable(address: str) -> tuple[str, str]:
-    """Return the address that `cluster.address` stands for, and both in words, after a look whether Ray answers there.
+    """Check that Ray answers at `cluster.address`; return the resolved address, and text that names both.
 
-    Ray itself would try for more than five minutes, also a port that takes connections and is silent.
+    Ray itself would try for more than five minutes, even at a port that accepts connections and is silent.
 
     Raises:
-        UserError: nothing answers there, or no Ray.
+        UserError: nothing answers there, or something other than Ray.
     """
     named = f"cluster.address={address}"
     try:
         if address == "auto":
             address, origin = address_of_auto()
-            if address == "auto":  # Ray finds one that runs here, or none at once
+            if address == "auto":  # Ray finds a local cluster, or fails at once
                 return address, named
             named += f", which is {address} by {origin}"
         probe(address)
@@ -221,9 +221,9 @@ def reachable(address: str) -> tuple[str, str]:
 
 
 def address_of_auto() -> tuple[str, str]:
-    """Return what `auto` stands for, and where that is from: `auto` if neither the user nor `ray start` has named one.
+    """Return the address for `auto` and its origin; `auto` itself if neither the user nor `ray start` has set one.
 
-    Ray itself would wait for minutes for a cluster that was started last here, and is gone.
+    Ray itself would wait minutes for the last cluster that was started here, even if it is gone.
     """
     if (named := os.environ.get("RAY_ADDRESS", "")) not in ("", "auto"):
         return named, "RAY_ADDRESS"
@@ -232,10 +232,10 @@ def address_of_auto() -> tuple[str, str]:
 
 
 def probe(address: str) -> None:
-    """Look once whether something like Ray listens at `host:port`.
+    """Check once that a server like Ray listens at `host:port`.
 
     Raises:
-        OSError: nothing does, or it is silent, or no Ray.
+        OSError: nothing listens, or it is silent or not Ray.
         ValueError: the address has no port.
     """
     host, _, port = address.rpartition(":")
@@ -268,14 +268,15 @@ def wrong_token(named: str) -> UserError:
 
 
 def stop_ray() -> None:
-    """Disconnect from Ray. A Ray that was started here ends with all its processes and temporary files.
+    """Disconnect from Ray.
 
-    If one of its servers had ended by itself the files stay, because its logs may contain the reason.
+    End a Ray that was started here, and remove its temporary files. The files stay if one of its servers had crashed,
+    because the logs may contain the reason.
     """
     lost = lost_server()
     _servers.clear()
     shutdown = getattr(sys.modules.get("ray"), "shutdown", None)
-    if shutdown is not None:  # else Ctrl-C came while Ray was being imported
+    if shutdown is not None:  # missing if Ctrl-C interrupted the import
         shutdown()
     end_descendants()
     while _own_folders:
@@ -291,7 +292,7 @@ _adopting = False
 def adopt_orphans() -> None:
     """Make orphans of Ray's servers children of this process, which can then end them.
 
-    Ray does not know its agents yet when it is interrupted in its start, and forgets them when its servers are killed.
+    Ray does not know its agents if its start is interrupted, and loses them if its servers are killed.
     """
     global _adopting
     if sys.platform == "linux":
@@ -300,12 +301,13 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(limit_s: float = _END_S) -> None:
-    """End what is left of a Ray that was started here: all descendants of this process, and wait for it so long."""
+    """End what is left of a Ray that was started here, which is all descendants of this process. Wait up to a limit."""
     if not _adopting:
         return
     until = time.monotonic() + limit_s
-    # Python's own keeper of semaphores ends with this process; ended before, another one is started and complains
-    for _ in range(3):  # what had a parent a moment ago is ours now
+    # Python's semaphore tracker ends with this process; if it is killed, Python starts another one, which prints a
+    # warning
+    for _ in range(3):  # orphans of the processes that just ended
         below = [child for child in psutil.Process().children(recursive=True) if not _keeps_semaphores(child)]
         for process in below:
             with suppress(psutil.NoSuchProcess):
@@ -314,7 +316,7 @@ def end_descendants(limit_s: float = _END_S) -> None:
 
 
 def _keeps_semaphores(process: psutil.Process) -> bool:
-    """Whether it is the process that Python starts to keep semaphores; it ends with the one that started it."""
+    """Return whether a process is Python's semaphore tracker, which ends with the process that started it."""
     try:
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     except psutil.Error:  # it has ended
@@ -322,7 +324,7 @@ def _keeps_semaphores(process: psutil.Process) -> bool:
 
 
 def lost_server() -> str | None:
-    """Return the name of a server that has ended by itself, of a Ray that was started here; None if all run."""
+    """Return the name of a server that has crashed, of a Ray that was started here; None if all run."""
     for name, server in _servers.copy().items():  # another thread may end Ray meanwhile
         with suppress(psutil.NoSuchProcess):
             if server.is_running() and server.status() != psutil.STATUS_ZOMBIE:

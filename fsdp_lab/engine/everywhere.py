@@ -1,4 +1,4 @@
-"""A function on all ranks of a running cluster, by Ray Train: one for each GPU, or two on CPUs, apart."""
+"""Runs a function on all ranks of a running cluster with Ray Train: one rank per GPU, or two ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fsdp_lab.engine.rendezvous import backend_config
 
 
 def on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
-    """Call a function on ranks that have the variables of launchers, and return what the first returns: plain values.
+    """Call a function on ranks with the variables that launchers set, and return the first rank's result: plain values.
 
     Args:
-        function: of a module that the nodes have; it joins the process group.
+        function: of a module that the nodes have; it joins the process group itself.
 
     Raises:
         UserError: no Ray answers at the address, some of its GPUs are in use, or a rank failed.

@@ -15,9 +15,9 @@ _RAISED = re.compile(r"^[\w.]+Error: ", re.MULTILINE)  # before the message in P
 
 
 def failure_of(error: BaseException, rank: int, code: Code) -> RankFailure:
-    """Return an error as plain values; without its traceback if the message says what a person has to correct."""
+    """Return an error as plain values; without its traceback if the message tells the user what to fix."""
     if code is Code.user_error:
-        # a process that loads data gives back a whole traceback, with the message at its end
+        # a loader process returns a whole traceback, with the message at its end
         from_loader = str(error).startswith("Caught ")
         text = _RAISED.split(str(error))[-1].strip() if from_loader else str(error)
         trace = _traceback(error) if from_loader or error.__cause__ is not None else ""
@@ -40,7 +40,7 @@ def _traceback(error: BaseException) -> str:
 
 # PyTorch's allocators for GPUs, for the CPU and for pinned memory raise RuntimeErrors, of several classes.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_CUBLAS_BYTES = 2**28  # more than cuBLAS takes when it starts
+_CUBLAS_BYTES = 2**28  # more than cuBLAS allocates when it starts
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in the middle of a message
 
 
@@ -60,6 +60,6 @@ def code_of(error: BaseException) -> Code:
 def _gpu_is_full() -> bool:
     from fsdp_lab.training.distributed import free_on_gpu
 
-    with suppress(RuntimeError, AssertionError):  # without a GPU, or on one that has failed
+    with suppress(RuntimeError, AssertionError):  # no GPU, or a GPU that has failed
         return free_on_gpu() < _CUBLAS_BYTES
     return False

@@ -1,7 +1,7 @@
 """The large files of ranks in object storage, for workers without a common disk: profiles, models and logs.
 
-A rank writes into a scratch folder on its node, as it would into the trial's, and puts its files at each epoch and at
-its end. The trial's own process gets them when the trial has ended, and the driver those of a stopped trial.
+A rank writes into a scratch folder on its node instead of the trial's folder. It uploads its files at each epoch and at
+its end. The trial's own process downloads them when the trial has ended; the driver downloads those of a stopped trial.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import psutil
 from fsdp_lab.record.trial_files import TRIAL_FILES
 from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 
-_PATIENCE_S = 300.0  # for a store that is away at the end of a trial
+_PATIENCE_S = 300.0  # to wait for an unreachable store at the end of a trial
 _PAUSE_S = 2.0
-_SCRATCH = f"fsdp_lab_{socket.gethostname()}_"  # containers may share the folder, not the numbers of processes
+_SCRATCH = f"fsdp_lab_{socket.gethostname()}_"  # containers may share the folder, but not process ids
 
 
 def scratch_folder() -> Path:
-    """Return a new temporary folder that only this user can enter, and remove those of processes that were killed."""
+    """Return a new temporary folder for this user only, and remove the folders of killed processes."""
     remove_left_scratch()
     return Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}_"))
 
@@ -67,9 +67,10 @@ class Uploads:
 
 @contextmanager
 def at_end(transfer: Callable[[], None]) -> Iterator[None]:
-    """Send or get files when the block ends. An error of the block says more than one of the store.
+    """Send or get files when the block ends.
 
-    Not if the process was told to leave: nothing waits for a store then.
+    An error of the block has priority over an error of the store. Does nothing if the process was asked to exit, which
+    then does not wait for a store.
     """
     try:
         yield
@@ -84,7 +85,7 @@ def receive(storage: Storage, folder: Path, patience_s: float = _PATIENCE_S) -> 
     """Get the files of ranks into the trial's folder.
 
     Args:
-        patience_s: how long to wait for a store that is away.
+        patience_s: how long to wait for an unreachable store.
 
     Raises:
         StorageRefused: see there.
@@ -95,7 +96,7 @@ def receive(storage: Storage, folder: Path, patience_s: float = _PATIENCE_S) -> 
         try:
             for name in filter(_is_of_ranks, storage.files()):
                 path = folder / name
-                if path.parent != folder:  # the trial's own may have been removed
+                if path.parent != folder:  # the trial's folder may have been removed
                     path.parent.mkdir(exist_ok=True)
                 storage.get(name, path)
             return
@@ -106,7 +107,7 @@ def receive(storage: Storage, folder: Path, patience_s: float = _PATIENCE_S) -> 
 
 
 def receive_now(address: str, folder: Path) -> None:
-    """Get what the store at an address gives at once: the rest comes with the trial's end, or with a resume."""
+    """Get what the store at an address returns at once. The end of the trial or a resume gets the rest."""
     with suppress(StorageRefused, OSError):
         receive(Storage(address), folder, patience_s=0.0)
 

@@ -16,12 +16,12 @@ _COLLECTIVES, _LOADER = "/torch/distributed/", "/torch/utils/data/dataloader.py"
 
 
 def stacks_file(folder: Path, rank: int) -> Path:
-    """Return the file in a trial's folder that has the stacks of a rank that hung; else it is empty, or not there."""
+    """Return the file in a trial's folder for the stacks of a hung rank; it is empty or missing for any other rank."""
     return folder / "logs" / f"stuck.rank{rank}.txt"
 
 
 def timeout_of(folder: Path, limit_s: float, progress: Mapping[str, Any], num_ranks: int) -> RankFailure | None:
-    """Return the failure of the first rank that stands outside of a collective, in which others wait for it.
+    """Return the failure of the first rank that hangs outside of a collective, while others wait in one.
 
     A rank whose process is suspended writes no stacks.
 
@@ -42,14 +42,15 @@ def timeout_of(folder: Path, limit_s: float, progress: Mapping[str, Any], num_ra
         rank, stuck = silent[0], {"rank": silent[0]}
     since = {key: progress[key] for key in ("phase", "step") if key in progress}
     reason = Reason.of(Code.timed_out, rank=rank, limit_s=limit_s, stuck=stuck, **since)
-    # before any error that another rank raised because this one ended
+    # earlier than any error that this rank's end caused in others
     return RankFailure(reason, time=progress.get("time", 0.0))
 
 
 def place(stacks: str) -> str:
-    """Return the innermost line of the thread that trains, outside of libraries; or that of a collective or a loader.
+    """Return the innermost line of the training thread outside of libraries, or that of a collective or a loader.
 
-    The thread that trains is the deepest if faulthandler, which writes a hundred lines of each, has cut its beginning.
+    faulthandler writes at most a hundred lines per thread. If it cut the start of the training thread, the deepest
+    thread counts.
     """
     threads = [_FRAME.findall(thread) for thread in stacks.split("\n\n")]
     trains = (frames for frames in threads if any(name == "train_rank" for *_, name in frames))

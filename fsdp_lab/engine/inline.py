@@ -1,4 +1,4 @@
-"""A trial in this very process, for a debugger: one worker, without Ray."""
+"""A trial in this process, for a debugger: one worker, without Ray."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fsdp_lab.storage.objects import Storage
 def run_inline(
     config: TrialConfig, folder: Path, on_epoch: Callable[[dict[str, Any]], None], storage: str | None = None
 ) -> None:
-    """Train with one worker, and write its outcome as a trial in separate processes does.
+    """Train with one worker, and write the outcome as a trial in separate processes does.
 
-    There is no second attempt, and nothing ends a trial that hangs.
+    There is no retry, and a trial that hangs is not ended.
 
     Args:
-        on_epoch: gets the metrics of an epoch, when the folder has them.
+        on_epoch: gets the metrics of an epoch, after they are in the folder.
         storage: the trial's address in object storage, which also gets its checkpoints and files; None: only the
             folder.
     """
     begun, failure = time.monotonic(), None
-    set_aside_failures(folder)  # of a start before this one
+    set_aside_failures(folder)  # of an earlier start
     writer = TrialWriter(folder)
     try:
         send = Uploads(Storage(storage), folder).send if storage else lambda: None
@@ -54,6 +54,6 @@ def run_inline(
         with suppress(OSError, UserError), changing(folder) as trial:
             trial.failures.append(failure)
     finally:
-        if distributed := sys.modules.get("fsdp_lab.training.distributed"):  # else Ctrl-C came while it was imported
+        if distributed := sys.modules.get("fsdp_lab.training.distributed"):  # missing if Ctrl-C interrupted the import
             distributed.leave_process_group()  # a forecast in this process needs a group of its own
     end_trial(folder, time.monotonic() - begun, failure)

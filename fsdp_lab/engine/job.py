@@ -28,9 +28,9 @@ from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_p
 from fsdp_lab.record.trial_json import changing, read_trial, set_aside_failures
 from fsdp_lab.storage.objects import Storage
 
-_ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
-_LOOK_S = 0.1  # between two looks for another epoch
-_KILL_LOOKS = 300  # of these, half a minute: a kill by the kernel may be why a rank has ended, and Ray takes its time
+_ALONE_LIMIT_S = 60.0  # to wait for a killed run's processes: Ray notices its death after some seconds
+_LOOK_S = 0.1  # between two checks for a new epoch
+_KILL_LOOKS = 300  # checks in half a minute: Ray reports a rank that the kernel killed only after a while
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Job:
     Attributes:
         config: `to_dict` of a `TrialConfig`.
         folder: the trial's. Every node sees it, or, with `storage`, only the driver's.
-        launched_in: the working directory of the command, so that relative paths mean the same in every process.
+        launched_in: the working directory of the command, which relative paths refer to in every process.
         ray_is_ours: the driver started Ray, which ends with the driver.
         storage: the trial's address in object storage; None: the folder is shared.
     """
@@ -65,7 +65,7 @@ class Job:
 
 
 def trial_function(config: dict[str, Any]) -> None:
-    """Run one trial by its job: the function of Ray Tune. Tune ends it from within a report, by SystemExit."""
+    """Run one trial: the function that Ray Tune calls. Tune ends it by raising SystemExit inside a report."""
     from ray import tune
 
     job = Job(**json.loads(config["job"]))
@@ -74,7 +74,7 @@ def trial_function(config: dict[str, Any]) -> None:
 
 
 def note_process(folder: Path) -> None:
-    """Record which process is the trial's own: Ray's memory monitor names those that it kills."""
+    """Record the trial's own process: Ray's memory monitor names the processes that it kills."""
     import ray
 
     with suppress(OSError, UserError), changing(folder) as trial:
@@ -82,17 +82,17 @@ def note_process(folder: Path) -> None:
 
 
 def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
-    """Train to the end, including restarts, and write the outcome into the trial's folder if that can be written.
+    """Train with restarts, and write the outcome into the trial's folder if it is writable.
 
     Args:
-        report: gets the metrics of each epoch once, when the folder has them; not called again after it has raised.
+        report: gets the metrics of each epoch once, after they are in the folder; not called again after it has raised.
     """
     folder, begun, failed = Path(job.folder), time.monotonic(), None
-    # removed while the trial waited for its place, and Ray Train would make it again; or killed after its end
+    # the folder was removed while the trial waited, and Ray Train would create it again; or a kill came after the end
     if not folder.is_dir() or read_trial(folder).outcome:
         return
     try:
-        set_aside_failures(folder)  # of a start before this one
+        set_aside_failures(folder)  # of an earlier start
         wait_until_alone(folder, _ALONE_LIMIT_S)
         epochs = Epochs(folder, from_dict(TrialConfig, job.config).training, report)
         with at_end(lambda: receive(Storage(job.storage), folder) if job.storage else None):
@@ -105,9 +105,10 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
 
 
 class Epochs:
-    """Reports each epoch that `metrics.jsonl` has, once.
+    """Reports each epoch in `metrics.jsonl` once.
 
-    The last one is reported when the trial has ended: a scheduler would stop a trial that has yet to export its model.
+    The last epoch is reported when the trial has ended: otherwise a scheduler could stop it before it exports its
+    model.
     """
 
     def __init__(self, folder: Path, training: TrainingConfig, report: Callable[[dict[str, Any]], None]) -> None:
@@ -116,7 +117,7 @@ class Epochs:
         self._seen: tuple[int, int] | None = None
 
     def report(self, ended: bool = False) -> None:
-        """Report what is new; nothing is read where the file has not changed."""
+        """Report new epochs; an unchanged file is not read."""
         file = self._folder / "metrics.jsonl"
         seen = (status.st_mtime_ns, status.st_size) if file.exists() and (status := file.stat()) else None
         if seen == self._seen and not ended:
@@ -130,7 +131,7 @@ class Epochs:
 
 
 def train_with_retries(job: Job, epochs: Epochs) -> None:
-    """Train with Ray Train, again after failures that another attempt may mend, `cluster.max_failures` times.
+    """Train with Ray Train, and retry failures that another attempt may fix, up to `cluster.max_failures` times.
 
     Raises:
         ray.train.TrainingFailedError: workers failed, or could not be placed within `cluster.wait_timeout_s`.
@@ -153,23 +154,23 @@ def train_with_retries(job: Job, epochs: Epochs) -> None:
             if not left or is_final(folder, error):
                 raise
         set_aside_failures(folder)
-        with suppress(TimeoutError):  # NFS keeps the locks of a node that died for longer
+        with suppress(TimeoutError):  # NFS keeps the locks of a dead node for longer
             wait_until_alone(folder, _ALONE_LIMIT_S)  # workers end a moment after Ray has killed them
 
 
 def train_once(job: Job, epochs: Epochs, kills: deque[int]) -> None:
-    """Train with Ray Train in a thread, and report epochs meanwhile. However this ends, the workers are removed.
+    """Train with Ray Train in a thread, and report epochs meanwhile. If this raises, the workers are removed.
 
     Args:
         kills: gets the counts of `kernel_kills`.
     """
-    Path(job.folder, "progress.json").unlink(missing_ok=True)  # of an attempt before this one
+    Path(job.folder, "progress.json").unlink(missing_ok=True)  # of an earlier attempt
     ended: Future[None] = Future()
     threading.Thread(target=_fit, args=(job, ended), name="Ray Train", daemon=True).start()
     try:
         while not wait([ended], timeout=_LOOK_S).done:
             if read_progress(Path(job.folder)).get("phase") == ENDED:
-                return  # Ray Train may take many seconds to end
+                return  # without waiting for Ray Train, which may take many seconds to end
             epochs.report()
             kills.append(kernel_kills())
         ended.result()
@@ -181,14 +182,14 @@ def train_once(job: Job, epochs: Epochs, kills: deque[int]) -> None:
 def _fit(job: Job, ended: Future[None]) -> None:
     try:
         trainer(job).fit()
-    except BaseException as error:  # noqa: BLE001 - raised where the trial waits
+    except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
         ended.set_exception(error)
     else:
         ended.set_result(None)
 
 
 def trainer(job: Job) -> Any:
-    """Return a trainer of Ray Train's for the job."""
+    """Return a Ray Train trainer for the job."""
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(job.wait_timeout_s)
     set_environment()
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
@@ -199,7 +200,7 @@ def trainer(job: Job) -> Any:
         def after_report(self, run_context: Any, metrics: Sequence[dict[str, Any]], checkpoint: Any) -> None:
             writer.receive(metrics[0])
 
-    callbacks: list[Any] = [Report()]  # a UserCallback is none of the type that RunConfig names
+    callbacks: list[Any] = [Report()]  # RunConfig's annotation excludes UserCallback
     settings: dict[str, Any] = {
         "train_loop_config": asdict(job),
         "scaling_config": ScalingConfig(
@@ -224,7 +225,7 @@ def trainer(job: Job) -> Any:
 
 
 def kernel_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory; 0 on a machine that does not count."""
+    """Return how many processes the kernel has killed because memory ran out; 0 on a machine that does not count."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -18,26 +18,26 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_progress, write_error
 from fsdp_lab.record.trial_json import Outcome, RankFailure, changing, read_trial, write_outcome
 
-_TAIL_LINES = 50  # of a log, for the report of a failure
-# What faulthandler writes into a rank's log, the last before the process ends.
+_TAIL_LINES = 50  # lines of a log in the report of a failure
+# The last output of faulthandler in a rank's log before the process ends.
 _CRASH = re.compile(r"Fatal Python error: (.+)$", re.MULTILINE)
-# In the traceback of a rank whose process that loads data has ended: PyTorch waits for it, fetches a tensor of it, or
-# raises in any line, by a handler of signals.
+# In the traceback of a rank that lost a loader process: PyTorch waits for the process, fetches a tensor from it, or
+# raises in any line, from a signal handler.
 _LOADER_LOST = re.compile(r"in (_try_get_data|rebuild_storage_fd)\n|DataLoader worker .* killed by signal: Killed")
 _OTHER_SIGNAL = re.compile(r"DataLoader worker .* killed by signal: (?!Killed)")
-_SIZES_DIFFER = "Received data size doesn't match expected size"  # gloo's, before it aborts the process
-# It would be so again.
+_SIZES_DIFFER = "Received data size doesn't match expected size"  # gloo prints this before it aborts the process
+# Another attempt would fail the same way.
 _FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user_error, Code.diverged)
 
 
 def is_final(folder: Path, error: Exception) -> bool:
-    """Return whether another attempt would fail too, by what ranks recorded and by Ray Train's error."""
+    """Return whether another attempt would fail too, according to the ranks' failures and Ray Train's error."""
     cause = read_trial(folder).cause
     return bool(cause and cause.reason.code in _FINAL) or failed_to_be_placed(error)
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of the ranks' logs by name, at the beginning of an attempt."""
+    """Return the sizes of the ranks' logs by name, at the start of an attempt."""
     return {log.name: log.stat().st_size for log in (folder / "logs").glob("rank*.log")}
 
 
@@ -49,17 +49,17 @@ def note_deaths(
     here: str | None = None,
     kernel_killed: bool = False,
 ) -> None:
-    """Record why ranks failed: by the error that a rank raised, or by what ended its process.
+    """Record why ranks failed: the error that a rank raised, or the cause of its process's end.
 
-    A process is killed by a person, by Ray for lack of memory, by the kernel, or ends by a crash or a limit of its own.
-    Where the kernel killed one, a rank whose data lost their process is out of memory, too.
+    A person, the kernel, or Ray's memory monitor kills a process; or it crashes or exceeds a limit. If the kernel has
+    killed a process, a rank that lost a loader process is out of memory, too.
 
     Args:
         errors: Ray Train's, by rank.
         limit_s: `trial_timeout_s`.
         before: `log_sizes` when the attempt began.
         here: Ray's name of this node.
-        kernel_killed: its kernel has just killed a process for lack of memory.
+        kernel_killed: its kernel has just killed a process because memory ran out.
     """
     nodes, progress = read_trial(folder).nodes, read_progress(folder)
     timeout = timeout_of(folder, limit_s, progress, len(nodes)) if limit_s is not None else None
@@ -77,13 +77,13 @@ def note_deaths(
         step = f"step {progress['step']}" if "step" in progress else None
         trace = "".join(traceback.format_exception(error))
         failures.append(RankFailure(Reason.of(code, rank=rank, at=step, **values), trace))
-    # its outcome cannot be written either then, and the driver logs why
+    # if this fails, writing the outcome fails too, and the driver logs the reason
     with suppress(OSError, UserError), changing(folder) as trial:
         trial.failures += failures
 
 
 def _of_lost_loader(failure: RankFailure) -> RankFailure:
-    """Return the failure of a rank on a host that is out of memory; if it lost the process of its data, that is why."""
+    """Return the failure of a rank on a host that is out of memory, with that reason if it lost a loader process."""
     if not _LOADER_LOST.search(failure.traceback) or _OTHER_SIGNAL.search(failure.traceback):
         return failure
     known = {"rank": failure.rank, "at": failure.reason.values.get("at"), "loader": True}
@@ -93,10 +93,10 @@ def _of_lost_loader(failure: RankFailure) -> RankFailure:
 def _why_ended(
     error: Exception, log: Path, written: str, address: str | None, is_here: bool, kernel_killed: bool
 ) -> tuple[Code, dict[str, Any]]:
-    """Return why the process of a rank ended that raised nothing itself, with the values of the reason.
+    """Return why the process of a rank ended without raising an error, with the values of the reason.
 
     Args:
-        written: what it has written into its log in this attempt.
+        written: its log of this attempt.
         address: of its node; None: not known.
     """
     causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
@@ -112,22 +112,22 @@ def _why_ended(
 
 
 def _written(log: Path, before: Mapping[str, int]) -> str:
-    """Return what a rank has written into its log in this attempt; "" without one."""
+    """Return a rank's log of this attempt; "" without one."""
     with suppress(OSError):
         return log.read_bytes()[before.get(log.name, 0) :].decode(errors="replace")
     return ""
 
 
 def failed_to_be_placed(error: Exception) -> bool:
-    """Whether workers waited for their places as long as they may, and there were none."""
+    """Return whether workers found no free resources within `cluster.wait_timeout_s`."""
     return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
 
 
 def why(error: Exception, each: Mapping[str, float], num_workers: int, wait_timeout_s: float) -> Reason:
-    """Return the meaning of Ray's error.
+    """Return the reason behind Ray's error.
 
     Args:
-        each: resources of a worker.
+        each: the resources of one worker.
     """
     if failed_to_be_placed(error):
         import ray
@@ -152,11 +152,11 @@ def end_trial(
     error: Exception | None,
     otherwise: Reason | None = None,
 ) -> None:
-    """Write how a trial ended, and before it `error.txt` for an error without a plain message.
+    """Write how a trial ended; first write `error.txt` for an error whose message is not enough.
 
     Args:
         folder: the trial's, with the failures of its ranks.
-        error: that ended it; None: none did.
+        error: that ended it; None: no error did.
         otherwise: the reason for an error that no rank recorded.
     """
     cause = error if isinstance(error, RankFailure) else read_trial(folder).cause

@@ -1,4 +1,4 @@
-"""A plain loop of the user's own code, in its own process; and a smaller trial to compare with it."""
+"""A plain loop of the user's own code in its own process, and a smaller trial to compare with it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Question:
-    """What a plain loop is to compute.
+    """The input of a plain loop.
 
     Attributes:
         config: plain values of a `TrialConfig`.
         num_workers: the ranks of the trial.
         limit_s: seconds that it may take.
         log: the file that gets what it prints.
-        keys: overrides of a smaller model, which is then trained on so many ranks, too; empty: the trial's own.
+        keys: overrides for a smaller model, which is then also trained on `num_workers` ranks; empty: the trial's own
+            model.
     """
 
     config: dict[str, Any]
@@ -38,14 +39,14 @@ class Question:
 
 
 def run_plain_loop(question: Question) -> dict[str, Any]:
-    """Return what `fsdp_lab.training.plain.run` does, with the digests of the user's `files` that it imported.
+    """Return the result of `fsdp_lab.training.plain.run`, with the digests of the user's `files` that it imported.
 
-    With `keys`, also what the ranks have `found`: the metrics of their steps.
+    With `keys`, also return `found`: the metrics of the ranks' steps.
     """
     log = os.open(question.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray's start has the other cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other cores are for the start of Ray
     from fsdp_lab.training.plain import run  # which imports PyTorch
 
     values = question.config
@@ -62,7 +63,7 @@ def run_plain_loop(question: Question) -> dict[str, Any]:
         from fsdp_lab.training.spawned import train_on_ranks
 
         return {**answer, "found": train_on_ranks(config, question.num_workers)}
-    except Exception as error:  # noqa: BLE001 - of any rank, with its traceback
+    except Exception as error:  # noqa: BLE001 - an error of any rank, with its traceback
         print(error)
         return {"missing": f"check.keys: the smaller model was not trained ({str(error).strip().splitlines()[-1]})"}
 

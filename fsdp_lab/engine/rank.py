@@ -1,4 +1,4 @@
-"""Training of one rank: the training core, what it reports, its errors as `RankFailure`, and the check of its GPU."""
+"""The training of one rank: its reports, its errors as `RankFailure`, and the check of its GPU."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _GRACE_S = 60.0
 
 
 class RankReporter:
-    """Reports what a rank does, and ends its process where a phase or a step takes too long.
+    """Reports the progress of a rank, and ends its process if a phase or a step takes too long.
 
-    The stacks of all threads are written then, also where native code holds Python's lock.
+    First it writes the stacks of all threads, even if native code holds the GIL.
 
     Args:
         report: gets the `facts`, or the `metrics` of an epoch.
         progress: the file for phases and steps; None: not of this rank.
-        stacks: the file for them.
-        limit_s: of a phase or a step; None: none.
+        stacks: the file for the stacks.
+        limit_s: of a phase or a step; None: no limit.
         exits: whether the process ends at once; else a minute later.
     """
 
@@ -84,7 +84,7 @@ def train_rank(
         join: makes the process group; by default `train` does.
 
     Raises:
-        RankFailure: any error, with its reason. KeyboardInterrupt is raised as it is.
+        RankFailure: any error, with its reason. KeyboardInterrupt passes unchanged.
     """
     from fsdp_lab.training.distributed import keep_threads, leave_process_group
     from fsdp_lab.training.divergence import DivergedError
@@ -93,7 +93,7 @@ def train_rank(
     try:
         keep_threads()
         join()
-        folder.stat()  # `train` would make it again
+        folder.stat()  # `train` would create it again
         train(config, folder, reporter, storage=storage)
         leave_process_group()
     except (RankFailure, KeyboardInterrupt):
@@ -108,10 +108,10 @@ def train_rank(
 
 
 def check_gpu(rank: int, wanted: bool) -> None:
-    """Compare what this rank was given with what PyTorch sees, before NCCL is started on it.
+    """Compare the GPU that this rank got with what PyTorch sees, before NCCL starts.
 
     Raises:
-        UserError: it was given a GPU that PyTorch does not see, or PyTorch sees one that Ray did not count.
+        UserError: the rank got a GPU that PyTorch does not see, or PyTorch sees a GPU that Ray did not count.
     """
     from fsdp_lab.training.distributed import sees_cuda
 

@@ -1,4 +1,4 @@
-"""A sweep as a job of a Ray cluster (`ray job submit`): what both share, and which results would be lost."""
+"""A sweep as a job of a Ray cluster (`ray job submit`): checks that it uses the cluster and loses no results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from fsdp_lab.config import ConfigError, is_address
 from fsdp_lab.config.sweep import Engine, SweepConfig
 
-# What `ray job submit` puts into the environment of its command, and the folder that has what came with it.
+# The variable that `ray job submit` sets for its command, and the folder with the files that were uploaded with it.
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 COPIES = "runtime_resources"
 
 
 def in_job() -> bool:
-    """Whether this process was started by Ray's job server."""
+    """Return whether Ray's job server started this process."""
     return JOB_VARIABLE in os.environ
 
 
@@ -27,7 +27,7 @@ def is_rays_copy(path: Path) -> bool:
 
 
 def check_job(config: SweepConfig, folder: Path, key: str) -> None:
-    """Refuse a sweep that leaves its cluster unused, or whose results would be deleted with the job's files.
+    """Reject a sweep that would not use its cluster, or would lose its results with the job's files.
 
     Args:
         key: the key that sets the folder on the command line.

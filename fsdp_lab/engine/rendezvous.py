@@ -1,7 +1,7 @@
-"""How the ranks of a trial meet: by PyTorch's own store at rank 0, as under `torchrun`.
+"""The rendezvous of a trial's ranks: PyTorch's own store at rank 0, as under `torchrun`.
 
 Ray Train runs `on_start` when the workers exist and before they train. Ranks get the variables that launchers set, and
-join the process group themselves when they begin to train.
+join the process group themselves when they start to train.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _kept: list[socket.socket] = []
 
 
 def backend_config(folder: Path | None) -> Any:
-    """Return what Ray Train does with workers before they train.
+    """Return the Ray Train backend that prepares workers before they train.
 
     Args:
-        folder: a trial's, which gets where its workers are; None: they train none.
+        folder: of the trial, to record the workers' nodes; None: the workers train no trial.
     """
     from ray.train.backend import Backend, BackendConfig
 
     class Meeting(Backend):
-        share_cuda_visible_devices = True  # NCCL wants to see the GPUs of all ranks on a node
+        share_cuda_visible_devices = True  # NCCL needs to see the GPUs of all ranks on a node
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             places = worker_group.execute(own_node)
@@ -35,7 +35,7 @@ def backend_config(folder: Path | None) -> Any:
             worker_group.execute(set_variables, places[0]["address"], worker_group.execute_single(0, keep_port))
 
     class Config(BackendConfig):
-        backend_cls, backend = Meeting, None  # as a `TorchConfig` has them
+        backend_cls, backend = Meeting, None  # as in `TorchConfig`
 
     return Config()
 
@@ -48,10 +48,10 @@ def own_node() -> dict[str, str]:
 
 
 def keep_port() -> int:
-    """Return a port at which only a process that asks for it by number can listen.
+    """Reserve a port, and return it: only a process that asks for its number can listen there.
 
-    PyTorch's store listens there seconds later, and every connection of this machine takes a free port. A socket that
-    is bound and does not listen keeps others away; the store, which reuses addresses as this socket does, binds beside.
+    PyTorch's store listens there seconds later, and meanwhile any connection of this machine could get a free port. A
+    socket that is bound and does not listen prevents that. The store can still bind, because both reuse addresses.
     """
     _kept[:] = [keeper := socket.socket()]
     keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,7 +61,7 @@ def keep_port() -> int:
 
 
 def set_variables(address: str, port: int) -> None:
-    """Set what launchers set, for this worker's rank; rank 0 listens at the address and the port."""
+    """Set the variables that launchers set, for this worker's rank; rank 0 listens at the address and the port."""
     import ray.train
 
     context = ray.train.get_context()
@@ -85,8 +85,8 @@ def set_interface(address: str) -> None:
     import psutil
 
     interfaces = psutil.net_if_addrs().items()
-    for name, addresses in interfaces:  # none has it behind address translation
+    for name, addresses in interfaces:  # no interface has the address behind NAT
         if any(each.address.partition("%")[0] == address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=" it is a prefix
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=" the name is a prefix
             return

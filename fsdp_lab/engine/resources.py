@@ -12,7 +12,7 @@ from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.config.wording import resources_text
 from fsdp_lab.machine import hardware
 
-_ROUNDING = 1e-6  # of quotients of shares of a core
+_ROUNDING = 1e-6  # rounding of quotients of shares of a core
 
 
 def num_gpus() -> int:
@@ -34,7 +34,7 @@ def resolve_cpus_per_worker(cluster: ClusterConfig) -> float:
 def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
     """Return the default on these nodes of `ray.nodes()`: the cores per GPU of the GPU node with the fewest.
 
-    If any node has GPUs, nodes without get no workers.
+    If any node has GPUs, nodes without GPUs get no workers.
     """
     resources = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
     shares = [hardware.default_cpus_per_worker(r.get("CPU", 0), int(r["GPU"])) for r in resources]
@@ -42,11 +42,11 @@ def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
 
 
 def check_capacity(cluster: ClusterConfig, num_workers: int, tp: int = 1) -> dict[str, float]:
-    """Return the resources of a trial's workers together, which the cluster can hold.
+    """Check that the cluster can hold a trial's workers, and return their total resources.
 
     Args:
         num_workers: the number of ranks that `cluster.num_workers` stands for.
-        tp: so many of them have to share a node.
+        tp: the number of workers that must share a node.
 
     Raises:
         ConfigError: the cluster can never hold it; the message has both numbers and the remedy.
@@ -95,14 +95,14 @@ def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
 
 
 def mark_of(folder: Path) -> float:
-    """Return some bytes of memory that each worker of a trial asks for, by which its placement group is known."""
+    """Return a few bytes of memory that each worker of a trial requests; they identify its placement group."""
     return 2.0 + crc32(str(folder).encode()) % 2**24
 
 
 def release_placement_group(folder: Path) -> None:
     """Free the resources of the trial in a folder: kill its workers and remove their placement groups.
 
-    Ray does not do that by itself if the trial's process was killed, or stopped by a scheduler.
+    Ray does not do that if the trial's process was killed, or a scheduler stopped it.
     """
     import ray
     from ray.util import placement_group_table, remove_placement_group
@@ -116,7 +116,7 @@ def release_placement_group(folder: Path) -> None:
 
 
 def driver_node() -> dict[str, float]:
-    """Return a resource that only the driver's node has, if there are others: a trial's own process needs its disk."""
+    """Return a resource that only the driver's node has, if there are others: the trial's process needs that disk."""
     import ray
 
     name = f"node:{ray.util.get_node_ip_address()}"

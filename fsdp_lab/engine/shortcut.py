@@ -1,7 +1,7 @@
-"""A shorter way through Ray Train, by private names of Ray: the only file that uses some.
+"""A faster path through Ray Train that uses private names of Ray; no other file uses any.
 
 Ray Train's controller runs in the trial's own process instead of a new one, and workers are processes that Ray keeps
-ready. It saves seconds a trial. Where Ray lacks a name, trials run by `DataParallelTrainer.fit` alone. Set
+ready. It saves seconds per trial. If Ray lacks a name, trials use the public `DataParallelTrainer.fit`. Set
 FSDP_LAB_PUBLIC_RAY=1 to try that.
 """
 
@@ -30,7 +30,7 @@ NAMES = (
 
 
 def unusable() -> str | None:
-    """Return why trials do not take this way; None: they do."""
+    """Return why trials do not use this path; None: they do."""
     if os.environ.get("FSDP_LAB_PUBLIC_RAY"):
         return "FSDP_LAB_PUBLIC_RAY is set"
     lacking = next((lacks for name in NAMES if (lacks := name.lacks()) is not None), None)
@@ -57,7 +57,7 @@ def trainer_class(ray_is_ours: bool) -> Any:
 
     class Trainer(DataParallelTrainer):
         def _create_default_callbacks(self) -> list[Any]:
-            """Drop two that start another process for each trial, for what trials do without."""
+            """Drop two callbacks that start another process per trial and are not needed."""
             dropped = ("PlacementGroupCleanerCallback", "DatasetsCallback")
             return [each for each in super()._create_default_callbacks() if type(each).__name__ not in dropped]
 
@@ -72,7 +72,7 @@ def trainer_class(ray_is_ours: bool) -> Any:
 def keep_ready_processes() -> None:
     """Stop Tune from passing environment variables to its processes, which have them from a Ray that is ours.
 
-    Passed again they would form another environment, and the processes that Ray keeps ready could not be used.
+    Passing them again would define another environment, and Ray could not use the processes that it keeps ready.
     """
     from ray.tune.execution import class_cache
 

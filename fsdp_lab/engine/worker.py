@@ -1,4 +1,4 @@
-"""The function of Ray Train's workers: it trains a rank in Ray's own worker, which reports to the driver."""
+"""The function of Ray Train's workers: trains a rank in a Ray worker, which reports to the driver."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fsdp_lab.record.trial_json import RankFailure
 from fsdp_lab.storage.locks import share_until_exit
 from fsdp_lab.storage.objects import Storage
 
-_SENT_S = 3.0  # for the other ranks that hang, to send theirs: the first that ends takes them down
-_PEER_S = 1.0  # for Ray to learn why a peer ended, which is the cause, before it learns of this rank
+_SENT_S = 3.0  # for the other hung ranks to send their stacks: the first rank that ends takes them down
+_PEER_S = 1.0  # so that Ray learns of the peer's error, which is the cause, before this rank's
 
 
 def train_worker(job: dict[str, Any]) -> None:
-    """Train a rank: the function of Ray Train.
+    """Train a rank: the function that Ray Train calls.
 
-    Ray gets no checkpoint: its manager would refuse a run whose older ones were removed.
+    Ray gets no checkpoint: its manager would reject a run after older checkpoints were removed.
 
     Args:
         job: a `Job`, as plain values.
@@ -65,7 +65,7 @@ def train_worker(job: dict[str, Any]) -> None:
                     train_rank(config, folder, rank, reporter, job["storage"], join)
                 finally:
                     stacks.unlink(missing_ok=True)
-        ray.train.report({})  # Ray Train takes its time to end
+        ray.train.report({})  # the trial need not wait for Ray Train, which ends slowly
     except RankFailure as failure:
         if failure.reason.code is Code.peer_lost:
             time.sleep(_PEER_S)
@@ -75,7 +75,7 @@ def train_worker(job: dict[str, Any]) -> None:
 
 
 def end_when_stuck(uploads: Uploads, stacks: Path) -> None:
-    """Wait for the stacks of a rank that hangs, send its files, which nobody finds on its node, and end the process."""
+    """Wait for the stacks of a hung rank, send its files, because nobody looks on its node, and end the process."""
     while not (stacks.exists() and stacks.stat().st_size):
         time.sleep(1.0)
     try:
@@ -88,7 +88,7 @@ def end_when_stuck(uploads: Uploads, stacks: Path) -> None:
 def report(content: dict[str, Any], uploads: Uploads | None) -> None:
     """Report to the trial through Ray Train; with an epoch, send this rank's files first, if the folder is not shared.
 
-    Every rank takes part, because a report of Ray's waits for all ranks.
+    Every rank must call this, because a Ray report waits for all ranks.
     """
     import ray.train
 
@@ -98,8 +98,8 @@ def report(content: dict[str, Any], uploads: Uploads | None) -> None:
 
 
 def prepare_process(job: dict[str, Any], folder: Path, rank: int) -> None:
-    """Give this process the working directory, the log and the lock of a rank."""
-    if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
+    """Set up the working directory, the log and the lock of a rank in this process."""
+    if os.path.isdir(job["launched_in"]):  # another node may lack that folder; its paths are then its own
         os.chdir(job["launched_in"])
     os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
     share_until_exit(folder / ".alive")
@@ -121,20 +121,20 @@ def join_ranks(rank: int, use_gpu: bool, config: TrialConfig) -> None:
 
 def redirect_output(path: Path) -> None:
     """Redirect everything that this process prints, from C too, to a file of the trial."""
-    path.parent.mkdir(exist_ok=True)  # not the trial's: it may have been removed
+    path.parent.mkdir(exist_ok=True)  # without parents: the trial's folder may have been removed
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open as long as the process lives
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 @contextmanager
 def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads | None]]:
-    """Yield the folder that a rank writes into, and what sends its files if it is not the trial's."""
+    """Yield the folder that a rank writes into, and its uploads if that is not the trial's folder."""
     if job["storage"] is not None:
         scratch = scratch_folder()
         try:
@@ -142,7 +142,7 @@ def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads |
             uploads = Uploads(storage, scratch)
             log = scratch / "logs" / f"rank{rank}.log"
             log.parent.mkdir()
-            with suppress(FileNotFoundError):  # of an attempt before
+            with suppress(FileNotFoundError):  # of an earlier attempt
                 storage.get(f"logs/{log.name}", log)
             with at_end(uploads.send):
                 yield scratch, uploads
