@@ -1,7 +1,7 @@
-"""A night, and what got worse in it: setting by setting and metric, beyond tolerance, noise and rounding. Pure.
+"""A night, and what got worse in it, by setting and metric, beyond tolerance, noise and rounding. No side effects.
 
-Every metric has positions on a scale where larger is worse and equal distances count the same. Tolerance, noise and
-rounding are distances there, so they can be compared, and are shown as changes of the metric.
+Each metric has a scale on which larger is worse and equal distances count the same. Tolerance, noise and rounding are
+distances on it, so they can be compared. They are shown as changes of the metric.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fsdp_lab.report.settings import loss_metric
 if TYPE_CHECKING:
     import pandas as pd
 
-STATUS = "status"  # the column with how a trial ended, and the subject of such a finding
+STATUS = "status"  # the column of trial statuses; also the metric of a finding about them
 LOSS = "loss"  # the validation loss, or the training loss where there is none
 _USER_CODE, _TOOL = "user code ", "library fsdp_lab"  # keys of a night's origin
-_USUAL = 0.2  # repeats are expected to differ by at least this share of the tolerance (standard deviation) ...
-_WEIGHT = 20  # ... which counts as much as so many degrees of freedom of measured repeats
-_ENOUGH_NIGHTS = 5  # from so many on, how much nights differ from one another is known
-_LATEST = 10  # by so many, at most
+_USUAL = 0.2  # prior standard deviation of repeats, as a share of the tolerance ...
+_WEIGHT = 20  # ... and its weight, in degrees of freedom of measured repeats
+_ENOUGH_NIGHTS = 5  # nights from which their variance is known
+_LATEST = 10  # the most nights that it uses
 _TREND = 20  # nights in which a trend is looked for
-_FEWEST = 10  # in which one may be found
-_VISIBLE = 1 / 4  # of the tolerance: a trend of less is not reported
+_FEWEST = 10  # the fewest nights for a trend
+_VISIBLE = 1 / 4  # of the tolerance: a smaller trend is not reported
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
 
 
@@ -41,10 +41,10 @@ class Outcome(StrEnum):
     ok = "ok"
     better = "better"
     noise = "noise"  # worse by more than the tolerance, but not by more than noise explains
-    rounding = "rounding"  # the same of the rounding of a loss
+    rounding = "rounding"  # the same for the rounding of a loss
     regression = "regression"  # worse than the last good night
     slides = "slides"  # worse night by night, within the tolerance
-    drift = "drift"  # not worse than the last good night, but than the best one
+    drift = "drift"  # not worse than the last good night, but worse than the best one
     unfinished = "unfinished"  # fewer trials finish
     lost = "lost"  # no longer measured
     new = "new"  # a setting that the last good night did not have
@@ -69,14 +69,14 @@ class Finding:
     Attributes:
         setting: by its values.
         metric: the key of the metric in the rows of a night, or `STATUS`.
-        against: the night that it was compared with; "": none.
+        against: the night to compare with; "": none.
         before: that night's median.
         tonight: this night's median.
         change: from one to the other: a ratio minus 1, or in the metric's unit.
         tolerance: the largest change that is tolerated, as `change`.
         noise: the largest change that noise explains, as `change`; 0: it is not known.
         slope: the change of a typical night, as `change`; for `drift` and `slides`.
-        nights: over how many.
+        nights: the number of nights behind `slope`.
         ended: the status of each trial tonight, and of that night, for `unfinished` and `new`.
     """
 
@@ -103,20 +103,20 @@ class Night:
     """A night of a study.
 
     Attributes:
-        id: when it began; the name of its document and of its folder.
-        begun: seconds since 1970, by the clock of then.
+        id: when it started; the name of its document and of its folder.
+        begun: seconds since 1970, by the clock of that night.
         study: the settings that all its trials share, which identify the study.
-        origin: what it ran: `machine` (device and workers: what speeds depend on), `commit` of the user's
-            working folder, `code` of fsdp_lab (a digest), `library <name>` (a version), and of packages that targets
-            name `user code <name>` (a digest).
+        origin: what it ran: `machine` (device and workers, which decide speeds), `commit` of the user's working folder,
+            `code` (digest of fsdp_lab), `library <name>` (version), and `user code <name>` (digest of a package that
+            targets name).
         trials: a row for each trial, with `judged_columns`.
-        baseline: the last good night, with which it was compared; None: there was none.
+        baseline: the last good night, which it was compared with; None: there was none.
         changed: what changed since the baseline: see `changes`.
         run_id: of its sweep's MLflow run; "": none.
-        accepted: reason, by whom and when, of a night that was made the baseline by hand.
-        note: why the webhook did not get the verdict; "": it did, or there is none.
+        accepted: of a night that was made the baseline by hand: the reason, the user and the time.
+        note: why the webhook did not get the verdict; "": it did, or there is no webhook.
         number: its place in the order in which nights ran, from 1.
-        slow: ranks or nodes for which others waited, a sentence each.
+        slow: one sentence per rank or node that others waited for.
     """
 
     id: str
@@ -146,20 +146,20 @@ class Night:
 
 
 def since_accepted(nights: Sequence[Night]) -> list[Night]:
-    """Return the good nights from the last accepted one on: with them a night is compared."""
+    """Return the good nights from the last accepted one on. A night is compared with these."""
     good = [night for night in nights if night.verdict in (Verdict.good, Verdict.accepted)]
     accepted = [place for place, night in enumerate(good) if night.verdict is Verdict.accepted]
     return good[accepted[-1] :] if accepted else good
 
 
 def changes(before: Night, night: Night) -> list[list[str]]:
-    """Return `(what, before, now)` of what changed since an earlier night; if fsdp_lab's commit did, not its code."""
+    """Return `(what, before, now)` for each change since an earlier night; fsdp_lab's code only without its commit."""
     there, here = before.origin, night.origin
     keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     if _TOOL in keys and "code" in keys:
         keys.remove("code")
     if not all(any(key.startswith(_USER_CODE) for key in origin) for origin in (there, here)):
-        keys = [key for key in keys if not key.startswith(_USER_CODE)]  # one was interrupted before that was known
+        keys = [key for key in keys if not key.startswith(_USER_CODE)]  # a night was interrupted before that was known
     return [[key, there.get(key, "none"), here.get(key, "none")] for key in keys]
 
 
@@ -168,7 +168,7 @@ class Scale:
 
     Args:
         metric: see `metrics.Gate` for its kinds.
-        values: all that are compared.
+        values: all values to compare.
     """
 
     def __init__(self, metric: Metric, values: Sequence[float]) -> None:
@@ -184,7 +184,7 @@ class Scale:
         return self._sign * (abs(value) if self._is_distance else value) / self._unit
 
     def distance(self, tolerance: float) -> float:
-        """Return how far a tolerance reaches; a ratio of 1 or more never ends where larger is better."""
+        """Return a tolerance as a distance; where larger is better, a ratio of 1 or more is infinite."""
         if not self._is_log:
             return tolerance
         return self._sign * math.log1p(self._sign * tolerance) if self._sign > 0 or tolerance < 1 else math.inf
@@ -233,9 +233,9 @@ def judge(
                 limit = getattr(tolerance, metric.gate.tolerance)
                 findings.append(_compare(setting, metric, values[at], earlier, limit, rounding, chance))
             elif not _share(now):
-                continue  # which is a finding already, or no news
+                continue  # reported already, or not new
             elif metric.is_speed and at in values:
-                if metric.key == SPEED:  # it speaks for all timings
+                if metric.key == SPEED:  # represents all timings
                     findings.append(Finding(setting, SPEED, Outcome.unmatched, tonight=median(values[at])))
             elif earlier:
                 night, before = earlier[-1]
@@ -258,12 +258,12 @@ def _compare(
     setting: str, metric: Metric, now: Sequence[float], earlier: Sequence[tuple[str, list[float]]],
     tolerance: float, rounding: float, chance: float,
 ) -> Finding:  # fmt: skip
-    """Compare with the last good night, then with the best one, of those that count; see `_confirmed`."""
+    """Compare with the last good night, then with the best one, among `_confirmed` nights."""
     scale = Scale(metric, [*now, *(value for _, values in earlier for value in values)])
     here, there = [scale.of(v) for v in now], [[scale.of(v) for v in values] for _, values in earlier]
     level, levels = median(here), [median(positions) for positions in there]
     limit, since = scale.distance(tolerance), list[float]()
-    usual = _USUAL * min(limit, 1.0)  # finite, even where every loss of speed is tolerated
+    usual = _USUAL * min(limit, 1.0)  # finite, even if every loss of speed is tolerated
 
     def noise_to(place: int, now: Sequence[float]) -> float:
         return _noise(there, place, now, levels, usual, chance)
@@ -294,9 +294,9 @@ def _compare(
 def _confirmed(
     there: Sequence[Sequence[float]], levels: Sequence[float], limit: float, noise_to: Callable[..., float]
 ) -> list[int]:
-    """Return the nights with which others are compared: a better one counts when the next good one confirms it.
+    """Return the nights to compare with: a better night counts when the next good night confirms it.
 
-    A machine may be lucky for one night, by which all later ones would be worse.
+    Without this rule, all nights after a lucky one would be worse.
     """
     places = [0]
     for place, level in enumerate(levels[1:], 1):
@@ -322,13 +322,13 @@ def _noise(
     nights: Sequence[Sequence[float]], place: int, now: Sequence[float], levels: Sequence[float],
     usual: float, chance: float,
 ) -> float:  # fmt: skip
-    """Return the distance to one of the nights that noise alone exceeds with a given probability; 0: it is not known.
+    """Return the distance to a night that noise exceeds with the given probability; 0: not known.
 
-    By Student's one-sided test. The variance of repeats is pooled over tonight and all the nights, with what is
-    expected of it, because two repeats have a single degree of freedom. A night whose own repeats differ by more counts
-    with its own. Nights differ by more than repeats in one night, so the variance of their levels is added. It is that
-    of the differences of consecutive nights around their median, so that neither one lasting change nor a steady drift
-    counts as noise. Before enough nights are known they are assumed to differ as repeats do.
+    By Student's one-sided test. The variance of repeats is pooled over tonight, all nights and a prior, because two
+    repeats have a single degree of freedom. A night with a larger variance of its own counts with that. Nights differ
+    by more than repeats in one night, so the variance between nights is added. It comes from the differences of
+    consecutive nights around their median, so that neither a lasting change nor a steady drift counts as noise. Before
+    enough nights are known, they are assumed to differ as repeats do.
     """
     repeated = [values for values in (*nights, now) if len(values) > 1]
     measured = sum(len(values) - 1 for values in repeated)
@@ -340,8 +340,8 @@ def _noise(
     else:
         steps = [b - a for a, b in pairwise(levels[-_LATEST:])]
         spread = sorted(abs(step - median(steps)) for step in steps)
-        spread = spread[len(steps) % 2 :]  # one of an odd number is the median itself
-        between = (median(spread) / _MEDIAN_OF_NORMAL) ** 2  # of a difference: of both nights
+        spread = spread[len(steps) % 2 :]  # with an odd number, one is the median itself
+        between = (median(spread) / _MEDIAN_OF_NORMAL) ** 2  # of a difference, so of both nights
         parts = [(sum(own), freedom), (between, len(steps))]
     error = sum(part for part, _ in parts)
     if error == 0:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 _STATUS = {Verdict.regression: 3, Verdict.failed: ExitCode.failed}
 _DOCUMENTS = "[0-9][0-9][0-9][0-9]-??-??T??-??-??Z.json"
-_LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
-_END_LIMIT_S = 60.0  # of a sweep that was told to end, and that takes some seconds for it
+_LIBC = ctypes.CDLL(None)  # loaded here: not allowed between fork and exec
+_END_LIMIT_S = 60.0  # for a sweep to end after SIGTERM, which takes some seconds
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Study:
     Attributes:
         folder: its own, below `nightly.folder`.
         config: of its first setting.
-        arguments: of its sweep. All axes are named, the repeats first, so that they are as far apart in time as
+        arguments: of its sweep. They name all axes, the repeats first, so that repeats are as far apart in time as
             possible.
-        settings: the ones that all its trials share.
+        settings: those that all its trials share.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Study:
     settings: dict[str, Any]
 
     def machine(self, measured_on: Iterable[str] = ()) -> str:
-        """Return the devices of trials, or else those of this machine, and how many: the same have the same speeds.
+        """Return text with the devices of trials, or else of this machine, and the workers.
 
-        A host's name says nothing: in a cluster it is new every night.
+        Equal text means equal speeds. A host's name is not part of it: in a cluster it changes every night.
         """
         devices = set(measured_on) - {"", "cpu"} or {gpu.name for gpu in gpus()} or {cpu_name()}
         return f"{' and '.join(sorted(devices))}, {count(self.settings['workers'], 'worker')}"
 
     def differences(self, night: Night) -> list[str]:
-        """Return how it differs from a night's study, such as `training.epochs was 3 and is 2`."""
+        """Return the differences from a night's study, such as `training.epochs was 3 and is 2`."""
         here, there = self.settings, night.study
-        # a key that one of them does not have is of other code, but for an axis: that one varied nothing
+        # a key that only one of them has comes from other code, unless it is an axis
         keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
         return [
             f"{k} was {value_text(there.get(k, 'one value'))} and is {value_text(here.get(k, 'one value'))}"
@@ -92,12 +92,12 @@ def log(text: str) -> None:
 
 
 def night_id(moment: float) -> str:
-    """Return the name of a night that begins at a moment, in UTC."""
+    """Return the name of a night that starts at this time, in UTC."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
 def read_nights(folder: Path) -> list[Night]:
-    """Return all nights of a study that began, in the order in which they ran, whatever clocks said.
+    """Return all nights of a study that started, in the order in which they ran, whatever their clocks.
 
     Raises:
         UserError: a document cannot be read.
@@ -140,13 +140,13 @@ def run_night(study: Study, now: Callable[[], float] = time.time) -> int:
     moment, number = now(), nights[-1].number + 1 if nights else 1
     night = Night(night_id(moment), moment, study=study.settings, origin=_origin(study), number=number)
     write_night(study.folder, night)
-    _write_page(study, [*nights, night])  # as incomplete, which it stays if it is interrupted
+    _write_page(study, [*nights, night])  # incomplete, which it stays if it is interrupted
     log(f"night {night.id} begins")
     return _end(study, [*nights, night], past, run_sweep(study.arguments, _sweep_of(study, night)))
 
 
 def judge_night(study: Study) -> int:
-    """Judge the last night, whose sweep has ended and whose verdict could not be written. Returns as `run_night`.
+    """Judge the last night, if its sweep has ended but its verdict could not be written. Returns as `run_night`.
 
     Raises:
         UserError: there is no such night, or it or its baseline is of another study.
@@ -176,7 +176,7 @@ def _statuses(frame: pd.DataFrame) -> list[TrialStatus]:
 
 
 def _end(study: Study, nights: list[Night], past: Sequence[Night], status: int) -> int:
-    """Judge the last night, whose sweep has ended with a status."""
+    """Judge the last night after its sweep has ended with a status."""
     night = nights.pop()
     folder = _sweep_of(study, night)
     frame = _frame_of(folder)
@@ -198,10 +198,10 @@ def _end(study: Study, nights: list[Night], past: Sequence[Night], status: int) 
 
 
 def run_sweep(arguments: Sequence[str], folder: Path) -> int:
-    """Run the sweep in a process of its own, which ends with this one, and return its exit status."""
+    """Run the sweep in another process, which ends with this one, and return its exit status."""
     from fsdp_lab.sweep.names import OF_A_NIGHT
 
-    # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
+    # A new session: this process gets Ctrl-C and ends the sweep. The sweep ends with this process, however that ends.
     process = subprocess.Popen(
         [sys.executable, "-m", "fsdp_lab", "-m", *arguments, "hydra.sweep.dir=" + quoted(folder.absolute())],
         start_new_session=True, preexec_fn=_end_with_parent, env={**os.environ, OF_A_NIGHT: "true"},
@@ -218,14 +218,14 @@ def run_sweep(arguments: Sequence[str], folder: Path) -> int:
 
 
 def _end_with_parent() -> None:
-    with suppress(OSError, AttributeError):  # Linux alone has it
+    with suppress(OSError, AttributeError):  # only Linux has it
         _LIBC.prctl(1, signal.SIGTERM)
 
 
 def _frame_of(folder: Path) -> pd.DataFrame:
-    """Return the sweep in a folder, a row a trial, with the name of its setting; empty if it has none.
+    """Return the sweep in a folder, one row per trial with the name of its setting; empty without a sweep.
 
-    A trial that trains another model than a plain loop of the user's code has failed.
+    A trial whose model differs from that of a plain loop of the user's code counts as failed.
     """
     import pandas as pd
 
@@ -238,16 +238,16 @@ def _frame_of(folder: Path) -> pd.DataFrame:
         return pd.DataFrame(columns=[STATUS, "slow_rank"])
     settings, frame = settings_of(sweep), sweep.frame()
     names = {number: setting.name for number, setting in settings.of_trial.items()}
-    frame.loc[[*settings.plain.different], STATUS] = TrialStatus.failed  # it trains another model than a plain loop
+    frame.loc[[*settings.plain.different], STATUS] = TrialStatus.failed  # its model differs from a plain loop's
     return frame.assign(setting=frame.index.map(names), slow_rank=frame.index.map(sweep.slow_ranks()))
 
 
 def good_nights(study: Study, nights: Sequence[Night]) -> list[Night]:
-    """Return those that the next night is compared with, the baseline last, after a check that it can start.
+    """Check that the next night can start, and return the nights to compare it with, the baseline last.
 
     Raises:
-        UserError: the baseline is of another study, or the webhook in the environment is no address. No message shows
-            that one, since it may be a secret.
+        UserError: the baseline is of another study, or the webhook in the environment is no address. The message does
+            not show the webhook, because it may be a secret.
     """
     if (address := os.environ.get(WEBHOOK)) and not re.match(r"https?://[\w.:\[\]-]+([/?]|$)", address):
         raise ConfigError(f"{WEBHOOK} is not an http or https address without a user; set another one, or unset it.")
@@ -308,7 +308,7 @@ def _judged(study: Study, night: Night, past: Sequence[Night], frame: pd.DataFra
 
 
 def _origin(study: Study) -> dict[str, str]:
-    """Return the machine, the code and the libraries of a night, as they are now."""
+    """Return the current machine, code and libraries."""
     tags = machine_tags()
     changed = " with uncommitted changes" if tags.get("git.dirty") == "true" else ""
     return {
@@ -328,7 +328,8 @@ def _with_run(study: Study, night: Night, folder: Path) -> Night:
     except UserError:  # the sweep was refused
         return night
     packages = record.user_packages
-    is_same = record.code == code_digest(packages)  # as when the sweep began; else both nights around it differ
+    # if the code changed during the sweep, this night must differ from the nights before and after
+    is_same = record.code == code_digest(packages)
     user_code = {f"user code {name}": user_digest(name) if is_same else record.code for name in packages}
     night = replace(night, origin=night.origin | user_code)
     with _logged("the run of this night was not found in MLflow"):
@@ -337,7 +338,7 @@ def _with_run(study: Study, night: Night, folder: Path) -> Night:
 
 
 def _deliver(study: Study, night: Night) -> Night:
-    """Deliver the verdict, first to the disk, and return the night with a note if the webhook did not get it."""
+    """Deliver the verdict, to the disk first, and return the night, with a note if the webhook failed."""
     unwritten = None
     try:
         write_night(study.folder, night)
@@ -372,7 +373,7 @@ def _tag(study: Study, night: Night, files: Sequence[Path] = ()) -> None:
     tags |= {"nightly.regressions": regressions_line(night)[:5000]} if night.regressions else {}
     tags |= {f"nightly.accepted_{key}": value for key, value in (night.accepted or {}).items()}
     with _logged("the verdict did not reach MLflow"):
-        # what differs first: MLflow's page shows a dozen letters
+        # the verdict first: MLflow's page shows a dozen letters
         annotate(study.config.tracking, night.run_id, tags, files, name=f"{night.verdict} {night.id} {study.name}")
 
 
@@ -388,14 +389,14 @@ def _prune(study: Study, nights: Sequence[Night]) -> None:
     with _logged("the checkpoints of old nights could not be removed"):
         for night in nights[: -study.config.nightly.keep]:
             sweep = study.folder / night.id / "sweep"
-            if sweep.exists() and not (sweep / ".pruned").exists():  # there is none of a night that was refused
+            if sweep.exists() and not (sweep / ".pruned").exists():  # a rejected night has no sweep
                 drop_checkpoints(sweep)
                 write_text(sweep / ".pruned", "")
 
 
 @contextmanager
 def _logged(problem: str) -> Iterator[None]:
-    """Log an error in a step without which the night still has its verdict."""
+    """Log an error in a step that the verdict does not need."""
     try:
         yield
     except (OSError, UserError) as error:

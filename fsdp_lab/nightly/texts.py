@@ -1,6 +1,6 @@
 """The text of a verdict, for the terminal, gate.md, the webhook and the page of nights.
 
-Its sentences are the macros of `templates/sentences.j2`; everything else passes codes and values.
+Its sentences are macros of `templates/sentences.j2`; all other code passes codes and values.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def row(finding: Finding) -> Row:
 
 
 def regressions_line(night: Night) -> str:
-    """Return the regressions of a night in a line; "" without any."""
+    """Return the regressions of a night in one line; "" without any."""
     return "; ".join(f"{r.setting}: {r.metric} {r.change or r.tonight}" for r in map(row, night.regressions))
 
 
@@ -105,7 +105,7 @@ def _change(metric: Metric, change: float | None, digits: str = "+.1f") -> str:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Makes each redirect an error: urllib would follow it with a GET, which has no verdict in it."""
+    """Turns each redirect into an error: urllib would follow it with a GET, without the verdict."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -115,7 +115,7 @@ def notify(study: str, folder: Path, night: Night) -> str | None:
     """POST the verdict as JSON to the address in the environment, if there is one.
 
     Returns:
-        the problem, without the address, whose path or query may be the secret; None if there was none.
+        the problem; None if there was none. It omits the address, because its path or query may be a secret.
     """
     address = os.environ.get(WEBHOOK)
     if not address:
@@ -132,7 +132,7 @@ def notify(study: str, folder: Path, night: Night) -> str | None:
     try:
         with build_opener(_NoRedirects).open(request, timeout=_WEBHOOK_S):
             return None
-    except Exception as error:  # noqa: BLE001 - a night is not lost over a webhook, whatever it does
+    except Exception as error:  # noqa: BLE001 - no error of a webhook may lose a night
         reason = getattr(error, "code", None) or getattr(error, "reason", None) or type(error).__name__
         host = urlsplit(address).netloc
         return f"{WEBHOOK}: {host} did not accept the verdict ({reason}); gate.md and MLflow have it"
@@ -142,7 +142,7 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
     """Return the page of the latest nights.
 
     Args:
-        tolerance: no axis shows less than twice the change that is tolerated.
+        tolerance: each axis shows at least twice the tolerated change.
     """
     shown = nights[-_MOST_NIGHTS:]
     rows = frame_of_nights(shown)
@@ -161,7 +161,7 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
 
 
 def frame_of_nights(nights: Sequence[Night]) -> pd.DataFrame:
-    """Return the finished trials of nights, a row each, with the time at which their night began."""
+    """Return one row per finished trial of these nights, with the start time of its night."""
     import pandas as pd
 
     rows = [{**trial, "at": night.begun * 1000, "night": night.id} for night in nights for trial in night.trials]
@@ -170,7 +170,7 @@ def frame_of_nights(nights: Sequence[Night]) -> pd.DataFrame:
 
 
 def chart(metric: Metric, nights: Sequence[Night], rows: pd.DataFrame, limit: float) -> Any | None:
-    """None if no night has measured the metric."""
+    """Return None if no night has measured the metric."""
     import plotly.express as px
 
     rows = rows.dropna(subset=metric.key) if metric.key in rows else rows[:0]
@@ -200,6 +200,6 @@ def chart(metric: Metric, nights: Sequence[Night], rows: pd.DataFrame, limit: fl
     )  # fmt: skip
     low, high = rows["value"].min(), rows["value"].max()
     band = limit * (abs(low + high) / 2 if metric.gate.kind == "ratio" else 1)
-    if high - low < 2 * band:  # noise shall not fill the chart
+    if high - low < 2 * band:  # noise must not fill the chart
         figure.update_yaxes(range=[(low + high) / 2 - band, (low + high) / 2 + band])
     return figure

@@ -1,4 +1,4 @@
-"""A minute of measuring: what this machine's device, host and links do, as the figures of a device file.
+"""Measures this machine's device, host and links in a minute, as the figures of a device file.
 
-`cases.py` and `collectives.py` say what is timed, `timer.py` times it, `figures.py` makes a `Device` of it.
+`cases.py` and `collectives.py` define what to time, `timer.py` times it, `figures.py` makes a `Device` from it.
 """

@@ -11,4 +11,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # gloo's threads may outlive the interpreter, and then abort a process that is done
+    os._exit(status)  # gloo's threads may outlive the interpreter and abort a finished process

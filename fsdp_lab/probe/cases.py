@@ -1,6 +1,6 @@
-"""What is timed on one device: operators of transformers in the sizes of a step, on random data in buffers that rotate.
+"""What is timed on one device: operators of transformers in the sizes of a step, on random data in rotating buffers.
 
-Of a CPU the sizes are smaller, and what only a GPU has is left out.
+On a CPU the sizes are smaller, and operators that only a GPU has are left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def operator(name: str, kind: Kind, stream: Stream = Stream.compute, **facts: An
 
 
 def product_cases(device: torch.device) -> dict[str, list[Case]]:
-    """Return the matrix products by the dtype that they are priced in; one that this device lacks raises when timed."""
+    """Return matrix products by the dtype that a forecast prices; a dtype that this device lacks raises when timed."""
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     if device.type == "cuda":
         dtypes |= {"float16": torch.float16}
@@ -78,10 +78,10 @@ def _product(name: str, rows: int, columns: int, inner: int, dtype: torch.dtype,
 
 
 def attention_cases(device: torch.device) -> dict[str, list[Case]]:
-    """Return attentions by figure: by the kernel that PyTorch prefers, and by FlashAttention where that is cuDNN's."""
+    """Return attention cases by figure: the kernel that PyTorch prefers, and FlashAttention if that is cuDNN's."""
     if device.type == "cpu" or not prefers_cudnn(device):
         kernels: dict[str, tuple[str, SDPBackend | None]] = {"reached.attention": (_FLASH, None)}
-    else:  # the second name is never priced as cuDNN's
+    else:  # a forecast never prices the second name as cuDNN's
         flash = (_EFFICIENT, SDPBackend.FLASH_ATTENTION)
         kernels = {"reached.cudnn_attention": (_FLASH, None), "reached.attention": flash}
     return {figure: [_attention(name, *shape, device, kernel) for shape in _ATTENTION[device.type]]
@@ -114,7 +114,7 @@ def _attention(
 
 
 def memory_cases(device: torch.device) -> tuple[Case, Case, Case]:
-    """Return copies, a chain of element-wise operators and reductions forwards and backwards, and a compiled one."""
+    """Return copies, a chain of element-wise operators and reductions (forward and backward), and a compiled chain."""
     shape, dtype = _ROWS[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     whole, copied = math.prod(shape) * dtype.itemsize, _COPIED[device.type]
 
@@ -156,7 +156,7 @@ def transfer_cases(device: torch.device) -> dict[str, Case]:
 
     def adds() -> Callable[[int], object]:
         a, b, c = torch.zeros(3, size // 4).unbind()
-        share = max(1, num_cpus() // max(1, torch.cuda.device_count()))  # of the cores, as a rank for each GPU has
+        share = max(1, num_cpus() // max(1, torch.cuda.device_count()))  # its share of the cores, with one rank per GPU
 
         def run(_: int) -> None:
             before = torch.get_num_threads()
@@ -175,7 +175,7 @@ def transfer_cases(device: torch.device) -> dict[str, Case]:
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Return whether PyTorch prefers cuDNN's attention on this GPU, by the name of what it records."""
+    """Return whether PyTorch prefers cuDNN's attention on this GPU, according to the autograd node that it records."""
     query = torch.zeros(1, 1, 128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     recorded = F.scaled_dot_product_attention(query, query, query).grad_fn
     return recorded is not None and "cudnn" in recorded.name().lower()

@@ -1,4 +1,4 @@
-"""What is timed between ranks, and what nccl-tests printed: latencies and bandwidths by least squares."""
+"""Latencies and bandwidths by least squares, from collectives timed between ranks and from tables of nccl-tests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fsdp_lab.probe.figures import Measurement
 from fsdp_lab.probe.timer import Case
 
 _SIZES = {"cuda": tuple(2**n for n in range(20, 31, 2)), "cpu": tuple(2**n for n in range(20, 27, 2))}  # bytes
-_FEWEST = 4  # sizes that tell a bandwidth
+_FEWEST = 4  # sizes large enough for a bandwidth
 _SENT = {"all_gather": Kind.gather, "reduce_scatter": Kind.scatter, "all_reduce": Kind.reduce}
-_BESIDE = 8  # products beside a gather
+_BESIDE = 8  # products that run during a gather
 # size, count, type, operation, root; then out of place: microseconds, and two bandwidths
 _ROW = re.compile(r"^ *(\d+) +\d+ +\w+ +\w+ +-?\d+ +([\d.]+) +[\d.]+ +[\d.]+ ", re.MULTILINE)
 _RANK = re.compile(r"^# +Rank +(\d+) .*? on +(\S+) +device", re.MULTILINE)
@@ -40,8 +40,8 @@ class Log(NamedTuple):
     """The table of a program of nccl-tests.
 
     Attributes:
-        places: of each rank: its node, and its device there.
-        rows: bytes, and the seconds that they took.
+        places: the node of each rank, and its device there.
+        rows: bytes, and their seconds.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class Log(NamedTuple):
     rows: tuple[tuple[int, float], ...]
 
     def sent(self, node_size: int) -> list[Sent]:
-        """Return the collectives, whose ranks are numbered as on whole nodes."""
+        """Return the collectives, with ranks numbered as on full nodes."""
         group = tuple(node * node_size + index for node, index in self.places)
         return [Sent(_sent(self.kind, size, group), seconds) for size, seconds in self.rows]
 
@@ -85,7 +85,7 @@ def _starts(kind: Kind, size: int, device: torch.device, ranks: int, group: Any)
 
 
 def measure_links(measured: Measurement, cases: Sequence[Case]) -> None:
-    """Set the latencies and the bandwidth of the links of a node, or of the network between nodes, by what was sent."""
+    """Set the latencies and the bandwidth of a node's links, or of the network between nodes, from the collectives."""
     sizes, sent = sorted({case.program[0].num_bytes for case in cases}), list[Sent]()
     for size in sizes:  # the smallest first, as long as there is time
         of_size = [case for case in cases if case.program[0].num_bytes == size]
@@ -103,11 +103,11 @@ def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
     """Set the figures by which a forecast predicts these collectives of one group.
 
     The bandwidth is the slope of a line through the larger half of the messages, by least squares of relative errors.
-    The latencies have the factor with which a forecast predicts the smaller half.
+    The latencies get the factor with which a forecast predicts the smaller half.
     """
     device, group = measured.device, sent[0].operator.group
     within = num_nodes(group, device.node_size) == 1
-    if not within:  # of all-reduces the share is known by those of gathers
+    if not within:  # the share for all-reduces follows from that for gathers
         sent = [one for one in sent if one.operator.kind is not Kind.reduce]
     if not sent:
         measured.left["efficiency.network"] = "needs gathers or scatters"
@@ -119,7 +119,7 @@ def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
     spread = max(one.spread for one in sent)
     rate = 1 / _slope([(_passed(one.operator), one.seconds) for one in large])
     if within:
-        measured.put("link_bandwidth", rate / ALONE, spread)  # what layers send has this share of it
+        measured.put("link_bandwidth", rate / ALONE, spread)  # what tensor-parallel layers send reaches this share
         measured.put("efficiency.link", ALONE, spread)
     else:
         part = min(1.0, len(group) / num_nodes(group, device.node_size) / device.node_size)  # of the devices of a node
@@ -146,7 +146,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def measure_overlap(measured: Measurement, product: Case, device: torch.device, ranks: Sequence[int]) -> None:
-    """Set the share that is not lost of the time of products and a gather side by side: each is timed alone, too."""
+    """Set the share of time that overlap saves, from products and a gather timed together and alone."""
     size = _SIZES[device.type][-2]
     gather = _collective(Kind.gather, size, device, ranks, None)
 
@@ -173,7 +173,7 @@ def measure_overlap(measured: Measurement, product: Case, device: torch.device, 
 
 
 def read_nccl_log(file: Path) -> Log:
-    """Return the table of a program of nccl-tests, out of place, from 1 MiB.
+    """Return the out-of-place rows from 1 MiB of a table that nccl-tests printed.
 
     Raises:
         ConfigError: the file cannot be read, or is no such table.

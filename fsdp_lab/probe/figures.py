@@ -1,4 +1,4 @@
-"""The figures of a device, chosen so that a forecast's formulas return the measured seconds of what was timed."""
+"""The figures of a device, fitted so that a forecast's formulas return the measured seconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.probe.timer import BUSY, Case, Timed
 
 T = TypeVar("T")
-# What is raised for want of a kernel, a compiler or memory, and by a step that cannot run here.
+# Raised when a kernel, a compiler or memory is missing, and by a step that cannot run here.
 _CANNOT = (RuntimeError, ImportError, OSError, UserError)
-# Of an other step on a device without a data sheet: assumed, until a probe has measured steps (`--steps`).
+# The error of a step on a device without a data sheet: assumed, until a probe has measured steps (`--steps`).
 _ASSUMED = Errors(KnownError(0.15, 0.3))
 
 
 class Figure(NamedTuple):
-    """A figure of a device: its name in the file, what it was, what it is, and the spread of its medians."""
+    """A figure of a device: its name in the file, its values before and after, and the spread of its medians."""
 
     name: str
     before: float | None
@@ -36,7 +36,7 @@ class Figure(NamedTuple):
 
 
 def blank(name: str, kind: DeviceKind, memory_gib: float, num_cores: int, node_size: int) -> Device:
-    """Return a device without a data sheet: what a probe does not measure stays at these figures, which are assumed."""
+    """Return a device without a data sheet: the assumed values of figures that a probe does not measure."""
     return Device(
         name, kind, Basis.data_sheet, memory_gib, {}, 1e12, num_cores, 1e11, node_size, 5e10, 5e10, 3e10, 5e-5, 8.4e-6,
         3.4e-6, 14e-6, Reached(1.0, 0.5, 1.0, 0.5), Efficiency(1.0, 1.0, 1.0, 0.7, 0.7, 0.8, 0.5, 0.8), _ASSUMED,
@@ -45,13 +45,13 @@ def blank(name: str, kind: DeviceKind, memory_gib: float, num_cores: int, node_s
 
 @dataclass
 class Measurement:
-    """A device as it is measured, figure by figure.
+    """A device while its figures are measured, one by one.
 
     Attributes:
-        device: with the figures so far.
-        before: the device as its data sheet has it; None: it has none.
+        device: with the figures measured so far.
+        before: the device according to its data sheet; None: it has none.
         time: times a case; a test puts the rates of a known device here.
-        is_late: whether there is no time for a further figure, which takes so many seconds.
+        is_late: returns whether too little time is left for another figure, given its seconds.
         figures: the measured ones.
         left: what was not measured, and why.
     """
@@ -68,11 +68,11 @@ class Measurement:
         self.device = replace(self.device, basis=Basis.probed, errors=errors, relative=None)
 
     def timed(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> list[Timed]:
-        """Return the seconds of some cases; empty, with the reason in `left`, if they cannot run or time is short."""
+        """Return the seconds of these cases; empty, with the reason in `left`, if they cannot run or time is short."""
         return self.attempt(name, lambda: [self.time(case) for case in cases], needs_s) or []
 
     def attempt(self, name: str, call: Callable[[], T], needs_s: float = 0.0) -> T | None:
-        """Return what a call returns; None, with the reason in `left`, if it cannot run or time is short."""
+        """Return the result of a call; None, with the reason in `left`, if it cannot run or time is short."""
         if self.is_late(needs_s):
             self.left[name] = "no time was left"
             return None
@@ -92,23 +92,23 @@ class Measurement:
         self.device = _with(self.device, name, value)
 
     def rate(self, name: str, case: Case, of: float = 1.0) -> None:
-        """Set bytes/s, or a share of so many, by a case of one operator."""
+        """Set a bandwidth in bytes/s, or a share of a peak, from cases with one operator."""
         for time in self.timed(name, [case]):
             self.put(name, case.program[0].num_bytes / time.seconds / of, time.spread)
 
     def share(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> None:
-        """Multiply a share by the median of the predicted over the measured seconds of the cases."""
+        """Multiply a share by the median over the cases of predicted / measured seconds."""
         if times := self.timed(name, cases, needs_s):
             device = replace(self.device, launch_s=0.0, compiled_launch_s=None)
             ratio = median(step_seconds(c.program, device) / t.seconds for c, t in zip(cases, times, strict=True))
             self.put(name, (_value(self.device, name) or 0.0) * ratio, max(t.spread for t in times))
 
     def fit(self, names: Sequence[str], ratio: Callable[[Device], float], spread: float, why: str) -> None:
-        """Multiply figures by the factor with which a forecast is as long as what it was compared with.
+        """Multiply figures by the factor with which the forecast equals the measured time.
 
         Args:
             ratio: returns forecast / measured on a device; it grows with the figures.
-            why: no factor may do that.
+            why: the reason to record if no factor does.
         """
 
         def scaled(factor: float) -> Device:
@@ -129,9 +129,9 @@ class Measurement:
             self.put(name, _value(device, name) or 0.0, spread)
 
     def products(self, by_dtype: dict[str, list[Case]]) -> None:
-        """Set what matrix products reach by dtype, first that of `reached.matmul`.
+        """Set the share of the peak that matrix products reach, by dtype; `reached.matmul` first.
 
-        Without a peak of a data sheet, that is the best of the cases.
+        Without a data sheet, the best case is the peak.
         """
         main = next(iter(by_dtype))
         for dtype, cases in by_dtype.items():

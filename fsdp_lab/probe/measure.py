@@ -1,4 +1,4 @@
-"""The whole probe on each rank: what is measured, in which order, and until when."""
+"""The whole probe on each rank: what to measure, in which order, and when to stop."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Checked(NamedTuple):
 
 
 def device_here(ranks: DistributedContext, sheet: Callable[[str], Device | None]) -> tuple[Device, Device | None]:
-    """Return the device that a probe begins with, and its data sheet; None: it has none.
+    """Return the device that a probe starts from, and its data sheet; None: it has none.
 
     Args:
         sheet: returns the data sheet of a name.
 
     Raises:
-        UserError: nodes differ in their number of ranks, or ranks in their device; on every rank.
+        UserError: nodes differ in their number of ranks, or ranks in their device. Every rank raises it.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     if len(kinds := {*gather((local, ranks.device_name))}) > 1:
@@ -65,7 +65,7 @@ def device_here(ranks: DistributedContext, sheet: Callable[[str], Device | None]
     known = sheet(gpu.name)
     memory, cores = gpu.total_memory / _GIB, gpu.multi_processor_count
     begun = known or blank(gpu.name, DeviceKind.cuda, memory, cores, torch.cuda.device_count())
-    here = torch.cuda.device_count() if over else begun.node_size  # of which ranks may use some
+    here = torch.cuda.device_count() if over else begun.node_size  # ranks may use only some of them
     return replace(begun, node_size=max(local, here)), known
 
 
@@ -82,11 +82,11 @@ def measure(
     """Measure this machine, on every rank. Each has its own figures; those of the first are written.
 
     Args:
-        begun: what the device is before: its data sheet, or assumed.
+        begun: the device before: its data sheet, or assumed figures.
         known: its data sheet; None: it has none.
-        logs: of nccl-tests, the same on every rank: they stand for collectives between ranks.
-        say: called with what is measured next.
-        limit_s: after which nothing further is measured.
+        logs: of nccl-tests, the same on every rank; they replace timing collectives between ranks.
+        say: called with the name of the next part.
+        limit_s: seconds after which no new figure starts.
         time_case: a test gives both of these a device of known speed.
     """
     until, device = time.monotonic() + limit_s, ranks.device
@@ -97,7 +97,7 @@ def measure(
     sent = [one for log in logs for one in log.sent(begun.node_size)]
     measured = Measurement(begun, known, time_case or Timer(device).time, is_late)
     if device.type == "cpu":
-        torch.set_num_threads(1)  # as a worker on a CPU has
+        torch.set_num_threads(1)  # like a worker on a CPU
     say("small steps, as forecasts follow them")
     steps = launch_steps(device.type)
     followed = programs([*steps.values()], begun, ranks)
@@ -105,7 +105,7 @@ def measure(
     products = product_cases(device)
     measured.products(products)
     say("memory and attention")
-    copies, eager, compiled = memory_cases(device)  # a copy reaches more than operators of a step do
+    copies, eager, compiled = memory_cases(device)  # a copy reaches more than a step's operators
     peak = begun.memory_bandwidth if known else 1.0
     measured.rate("reached.memory" if known else "memory_bandwidth", copies, peak)
     measured.share("efficiency.memory", [eager])
@@ -137,7 +137,10 @@ def _run(
     measured: Measurement, ranks: DistributedContext, steps: dict[str, Step], followed: Sequence[Program],
     say: Callable[[str], None], time_step: Callable[[Step, int], Timed] = run_step,
 ) -> Iterator[tuple[str, list[Operator], Timed]]:  # fmt: skip
-    """Run steps on every rank. The first gets those that ran and have a forecast: a name, the operators, the time."""
+    """Run steps on every rank.
+
+    The first rank gets name, operators and time of each step that ran and has a forecast.
+    """
     for (name, step), program in zip(steps.items(), followed, strict=True):
         say(step.name)
         took = measured.attempt(name, partial(time_step, step, ranks.world_size), step.needs_s)
@@ -151,7 +154,7 @@ def _links(
     measured: Measurement, ranks: DistributedContext, logged: Sequence[Sent], products: dict[str, list[Case]],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Measure collectives within a node, and between nodes where the ranks are on several."""
+    """Measure collectives within a node, and between nodes if the ranks are on several."""
     for group in sorted({one.operator.group for one in logged}, key=len):  # links before networks
         fit_links(measured, [one for one in logged if one.operator.group == group])
     if logged:
@@ -171,7 +174,7 @@ def _links(
 
 
 def check_steps(measured: Measurement, ranks: DistributedContext, say: Callable[[str], None]) -> list[Checked]:
-    """Run the eight steps of `--steps`, and let their errors be those of this device; empty on other ranks."""
+    """Run the eight steps of `--steps`, and set the device's errors to theirs; empty except on the first rank."""
     steps = {step.name: step for step in checked_steps(ranks.device.type)}
     measured.is_late = lambda needs_s: False
     say(f"forecasts of {len(steps)} steps")

@@ -1,4 +1,4 @@
-"""Whole steps of trials, as a forecast follows them and as they run here."""
+"""Whole steps of trials, in a forecast and measured here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.train import train
 
-_LIMIT_S = 120.0  # for one forecast
-COMPILES_S = 40.0  # what compiling a small step may take
+_LIMIT_S = 120.0  # limit of one forecast
+COMPILES_S = 40.0  # seconds that compiling a small step may take
 _STEPS, _WARMUP = 30, 10
 _QUIET = ("checkpoint.mode=off", "export=false", "memory_profile=off", "check.name=off", "data.loader_workers=0",
           "sharding=per_block", f"training.max_steps={_STEPS}", f"training.timing_warmup_steps={_WARMUP}")  # fmt: skip
@@ -40,20 +40,20 @@ _MODELS = {
                             "data=synthetic_tokens", "data.seq_len=128")},
 }  # fmt: skip
 _KINDS = {"eager": (), "compiled": ("compile=true",), "checkpointed": ("activation_checkpointing=full",)}
-# Each kind with both microbatches, eager ones of both models with both.
+# Each kind with both microbatches, and eager steps of both models with both.
 _CHECKED = ((0, "eager", 1), (0, "eager", 8), (0, "compiled", 1), (0, "checkpointed", 8),
             (1, "eager", 1), (1, "eager", 8), (1, "compiled", 8), (1, "checkpointed", 1))  # fmt: skip
 
 
-# For the other ranks, while the first one follows the checked steps, maybe one by one; and for a slower rank.
+# How long other ranks wait while the first rank forecasts the checked steps, in the worst case one by one.
 WAIT = timedelta(seconds=len(_CHECKED) * _LIMIT_S + 300)
 
-# The operators of a step; empty on ranks that leave that to the first; or why a forecast cannot follow the step.
+# The operators of a step; empty on all ranks but the first; or why the step has no forecast.
 Program = list[Operator] | str
 
 
 class Step(NamedTuple):
-    """A step of a trial: its name, and its overrides but for sizes."""
+    """A step of a trial: its name, and its overrides without sizes."""
 
     name: str
     words: tuple[str, ...]
@@ -61,32 +61,32 @@ class Step(NamedTuple):
 
     @property
     def needs_s(self) -> float:
-        """Seconds that its compiler may take."""
+        """The seconds that its compiler may need."""
         return COMPILES_S if "compile=true" in self.words else 0.0
 
     def config(self, ranks: int) -> TrialConfig:
         batch = self.microbatch * ranks
         sizes = (f"training.global_batch_size={batch}", f"data.num_train={batch * _STEPS}", f"data.num_val={ranks}")
-        from fsdp_lab.config.without_hydra import read_config  # needs a reader of YAML, as processes that follow do not
+        from fsdp_lab.config.without_hydra import read_config  # needs a YAML reader, unlike forecasts
 
         return part(read_config(None, [*_QUIET, *self.words, *sizes]), TrialConfig)
 
 
 def launch_steps(kind: str) -> dict[str, Step]:
-    """Return steps that launches bound, by the figure that they tell: small blocks under FSDP2, eager and compiled."""
+    """Return steps that launches bound, by the figure that they set: small blocks under FSDP2, eager and compiled."""
     words = (*_BLOCKS, *_OWN[kind])
     return {"launch_s": Step("eager", words, 1), "compiled_launch_s": Step("compiled", (*words, "compile=true"), 1)}
 
 
 def checked_steps(kind: str) -> list[Step]:
-    """Return the eight steps of `--steps`, of which no figure is made."""
+    """Return the eight steps of `--steps`, which set no figure but the errors."""
     models = [*_MODELS[kind].items()]
     return [Step(f"{models[at][0]}, {how}, microbatch {size}", (*models[at][1], *_OWN[kind], *_KINDS[how]), size)
             for at, how, size in _CHECKED]  # fmt: skip
 
 
 def programs(steps: Sequence[Step], device: Device, ranks: DistributedContext) -> list[Program]:
-    """Return the operators of steps as a forecast follows them, in processes of their own; the other ranks wait."""
+    """Return the operators of forecast steps, made in separate processes; the other ranks wait."""
     answers: list[Program] = [[] for _ in steps]
     if ranks.is_first:
         with Pool(_follow, max(1, min(len(steps), (os.cpu_count() or 2) // 2)), _LIMIT_S) as pool:
@@ -116,7 +116,7 @@ def _follow(question: tuple[TrialConfig, int, Device]) -> Program:
 
 
 def run_step(step: Step, ranks: int) -> Timed:
-    """Return the seconds of a step without waiting for data; every rank calls this."""
+    """Return the seconds of a step, without the wait for data; every rank calls this."""
     last = _Last()
     with tempfile.TemporaryDirectory() as folder:
         train(step.config(ranks), Path(folder), last)

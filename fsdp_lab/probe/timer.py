@@ -1,4 +1,4 @@
-"""Seconds of a call on this process's device: medians, while nothing else waits for the device."""
+"""The seconds of a call on this process's device, as medians."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.training.distributed import largest, together
 
-BUSY = 0.05  # the spread of medians above which something else uses the device
+BUSY = 0.05  # spread of medians above which other work uses the device
 _MEDIANS = 3
-_MEDIAN_S = 0.04  # of calls for a median
+_MEDIAN_S = 0.04  # total seconds of the calls for one median
 _CALLS = (5, 50)  # the fewest and the most of them
 
 
@@ -24,7 +24,8 @@ class Case(NamedTuple):
 
     Attributes:
         program: its operators, as a forecast prices them.
-        make: makes its buffers, and returns what runs it; called with the number of the turn, for buffers that rotate.
+        make: allocates its buffers, and returns the function to time; that gets the number of the turn, to rotate
+            buffers.
     """
 
     program: Sequence[Operator]
@@ -32,10 +33,10 @@ class Case(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """The median of some medians, and how far these are apart, as a share of it.
+    """The median of some medians, and their spread, as a share of it.
 
-    On a CPU the least of them: other processes only make them longer. What ranks of a CPU send takes the mean of all
-    calls: a step waits for each, and the late ones are a part of it.
+    On a CPU it is the smallest median, because other processes only add time. For collectives on CPUs it is the mean of
+    all calls: a step waits for each, so late ones count.
     """
 
     seconds: float
@@ -43,15 +44,15 @@ class Timed(NamedTuple):
 
 
 class Timer:
-    """Times cases on a device: by events on a GPU, by the clock on a CPU. Every rank times each, with as many calls."""
+    """Times cases on a device: with events on a GPU, with the clock on a CPU. All ranks make the same calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def time(self, case: Case) -> Timed:
-        """Return the seconds of one call. What its operators raise is raised, for example for want of a kernel."""
-        call = together(case.make)  # no rank waits for one without memory
-        first = together(lambda: self._calls(call, 5)[2:])  # two calls choose kernels, and compile
+        """Return the seconds of one call. Errors of its operators pass, for example if a kernel is missing."""
+        call = together(case.make)  # if one rank lacks memory, no other waits for it
+        first = together(lambda: self._calls(call, 5)[2:])  # the first two choose kernels and compile
         calls = min(max(int(_MEDIAN_S / largest(median(first))), _CALLS[0]), _CALLS[1])
         turns = [self._calls(call, calls) for _ in range(_MEDIANS)]
         medians = sorted(map(median, turns))
