@@ -1,8 +1,8 @@
 """The memory that CUDA's caching allocator reserves for a step, derived from the requests, without a GPU.
 
 The rules are those of PyTorch's `CUDACachingAllocator.cpp` with its default settings; the sizes are those of
-`c10/core/AllocatorConfig.h`, which `tests/forecast/test_fake.py` reads. Reserved memory is what runs out: a freed
-block returns to the allocator, not to the device, and only the stream that it was made for gets it again.
+`c10/core/AllocatorConfig.h`, which `tests/forecast/test_fake.py` reads. Reserved memory is what runs out. A freed block
+returns to the allocator, not to the device, and only the stream that allocated it can reuse it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import NamedTuple
 from fsdp_lab.machine.hardware import allocator_settings
 from fsdp_lab.memory.profile import Profile
 
-MIN_BLOCK = 512  # every request is rounded up to a multiple
+MIN_BLOCK = 512  # every request is rounded up to a multiple of it
 SMALL_SIZE = 2**20  # the largest request that shares segments of `SMALL_SEGMENT`
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20  # shared by requests below `MIN_OWN_SEGMENT`
 MIN_OWN_SEGMENT = 10 * 2**20
 ROUND_LARGE = 2 * 2**20
 
-# FSDP2 takes these on streams of its own; all else is the compute stream's.
+# FSDP2 allocates these on its own streams, and all else on the compute stream.
 STREAMS = {"all_gather": "all-gather copy-in", "grad": "reduce-scatter"}
-# Until pytorch#129721 (June 2024) also what it scatters from, which the compute stream could then not have again.
-# FSDP1 takes what it gathers and reduces on streams of its own, without copies.
+# Until pytorch#129721 (June 2024) that included the input of reduce-scatter, which the compute stream could not reuse.
+# FSDP1 allocates what it gathers and reduces on its own streams, without copies.
 FLAT_STREAMS = {"unsharded_param": "unshard", "all_gather": "cast", "grad": "reduce", "reduce_scatter": "reduce"}
-_FREED_LATE = 2  # units, by FSDP1: the host waits for the computation of the one before the last, then it is free
+_FREED_LATE = 2  # units of FSDP1: the host waits for the last but one, whose memory is then free
 STREAMS_BEFORE_129721 = {**STREAMS, "reduce_scatter": "reduce-scatter"}
 
 
@@ -171,7 +171,7 @@ class Peaks(NamedTuple):
 
     Attributes:
         active: the most in blocks that are in use; the allocator can return all others to the device.
-        reserved: the most that the allocator takes from the device while it returns nothing.
+        reserved: the most that the allocator takes from the device if it returns nothing.
     """
 
     active: int
@@ -182,17 +182,17 @@ def allocator_peaks(
     profile: Profile, sharded: bool, workspaces: Collection[int] = (), streams: Mapping[str, str] = STREAMS,
     expandable: bool | None = None, flat: bool = False,
 ) -> Peaks:  # fmt: skip
-    """Return the peak bytes of a process that takes the profile's step several times.
+    """Return the peak bytes of a process that repeats the profile's step.
 
-    The first step begins without optimizer state, which is allocated at its end in the memory that the step has left
-    free. So the step is replayed twice.
+    The first step starts without optimizer state, and allocates it at its end in the memory that the step has freed. So
+    the step is replayed twice.
 
     Args:
         sharded: by FSDP, which uses its own streams even with a single worker.
         workspaces: sizes that are allocated before the first step and never freed.
         streams: category -> the stream that allocates it, of sharded models.
         expandable: see `CachingAllocator`; None: as the environment says.
-        flat: by FSDP1, whose gathered parameters are free for others only when the device has computed with them.
+        flat: by FSDP1. Its gathered parameters can be reused only when the device has computed with them.
     """
     allocator = CachingAllocator(expands() if expandable is None else expandable)
     for number, size in enumerate(workspaces):
@@ -200,9 +200,9 @@ def allocator_peaks(
     events = [event for event in profile.events if event.place == "device"]
     begun = sum(event.place == "device" for event in profile.events[: profile.begun])
     there = {event.storage: event for event in events[:begun]}
-    category = {event.storage: event.category for event in events}  # its last: some are known late
+    category = {event.storage: event.category for event in events}  # the last category: some are known late
     held: dict[int, int] = {}
-    blocks: dict[int, tuple[int, int]] = {}  # a storage that is freed late may be there again before
+    blocks: dict[int, tuple[int, int]] = {}  # a storage that is freed late may be allocated again before
     numbers, late = count(), deque[tuple[int, int]]()
 
     def hold(storage: int, num_bytes: int) -> None:
@@ -220,9 +220,9 @@ def allocator_peaks(
             held[storage] = num_bytes
 
     for with_optimizer in (False, True):
-        for event in (*there.values(), *events[begun:]):  # first what the step before gave back too
+        for event in (*there.values(), *events[begun:]):  # first free what the previous step freed too
             if with_optimizer or event.category != "optimizer":
                 hold(event.storage, event.num_bytes)
-        for storage in held.keys() - there.keys():  # its like is among what was there before the step
+        for storage in held.keys() - there.keys():  # an equal storage existed before the step
             hold(storage, 0)
     return Peaks(allocator.peak_active, allocator.peak_reserved)

@@ -1,4 +1,4 @@
-"""Forecasts with their answers, by the rules of a sweep's report and in its words. Imports no torch."""
+"""Forecasts with their answers, by the rules and in the words of a sweep's report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WORKERS, BATCH = "cluster.num_workers", "training.global_batch_size"
 CONDITIONS = (WORKERS, "forecast.device", BATCH)  # each value has its own answer
-_WAITS = 0.25  # the share of a step that gathers and scatters bound, from which hybrid sharding is named
+_WAITS = 0.25  # share of a step that gathers and scatters bound, above which hybrid sharding is suggested
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class ForecastAnswer(Answer):
     """The answer for one device, number of workers and global batch size.
 
     Attributes:
-        where: the swept values of these.
+        where: the swept values of device, workers and batch size.
         rows: of the settings, by the numbers of their trials in the recommendation.
-        remedies: overrides that leave more room on a GPU, to try if nothing fits.
+        remedies: overrides that need less memory on a GPU, to try if nothing fits.
     """
 
     where: dict[str, str] = field(default_factory=dict)
@@ -59,13 +59,13 @@ class ForecastAnswer(Answer):
 
     @property
     def num_replicas(self) -> int | None:
-        """The `sharding.dp_replicate` that shards within a node; None: the step waits for no network between nodes."""
+        """The `sharding.dp_replicate` that shards within a node; None: that would not help."""
         speed, request = (self.best.forecast.speed, self.best.request) if self.best else (None, None)
         if speed is None or speed.network is None or request is None or request.sheet is None:
             return None
         sharding = request.config.sharding
         nodes, left_over = divmod(request.num_workers, request.sheet.node_size)
-        whole_node = request.sheet.node_size == sharding.tp  # which then leaves nothing to shard within it
+        whole_node = request.sheet.node_size == sharding.tp  # nothing is left to shard within a node
         if sharding.kind == "ddp" or sharding.dp_replicate > 1 or left_over or whole_node:
             return None
         return nodes if speed.shares.get("gather", 0.0) + speed.shares.get("scatter", 0.0) >= _WAITS else None
@@ -77,9 +77,10 @@ def answers(
     """Return the answer for each device, number of workers and global batch size.
 
     Args:
-        rows: the forecasts; those with an error are left out.
-        tolerance: `report.speed_tolerance`: what the fastest may be given up for if it nearly fills its GPU.
-        remedies: overrides that leave more room on a GPU.
+        rows: the forecasts; those with an error are ignored.
+        tolerance: `report.speed_tolerance`: within it another setting wins over the fastest if that nearly fills its
+            GPU.
+        remedies: overrides that need less memory on a GPU.
     """
     having = [row for row in rows if not row.forecast.error]
     if not having:
@@ -91,7 +92,7 @@ def answers(
         predicted=True,
     )
     made = []
-    # which `${per_worker:2}` makes of keys that are no conditions, as sharding.tp
+    # with `${per_worker:2}` the batch size varies with keys such as sharding.tp
     batches = [row.request.config.training.global_batch_size if row.request else 0 for row in having]
     by_batch = combinations(frame.assign(batch=batches), [*conditions, "batch"])
     is_named = by_batch.nunique() == combinations(frame, conditions).nunique()
@@ -111,7 +112,7 @@ def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
     import pandas as pd
 
     frame = forecasts_frame(rows, swept)
-    short = [row.forecast.host_is_short for row in rows]  # of the host, which is then what it does not fit
+    short = [row.forecast.host_is_short for row in rows]  # if the host is short, its memory counts
     host = [row.forecast.host.memory_bytes or 0 for row in rows]
     figures = {
         MEMORY: frame["needed_bytes"],
@@ -139,11 +140,11 @@ class ForecastResult:
 
     Attributes:
         axes: the keys that differ between the settings.
-        rows: a forecast a setting, the best first; of an interrupted command those that were made.
-        shown: the same without settings that differ only in a key that has no effect on them.
+        rows: one forecast per setting, the best first; after an interrupt only those that were made.
+        shown: the rows, without settings that differ only in a key without effect on them.
         answers: one for each device, number of workers and global batch size; none if no forecast could be made.
         folder: has `forecast.csv`, and a page for each forecast.
-        missing: how many settings have no forecast because of an interrupt.
+        missing: the number of settings without a forecast because of an interrupt.
     """
 
     axes: Sequence[str]

@@ -20,21 +20,21 @@ from fsdp_lab.memory.profile import Profile
 from fsdp_lab.training.layout import Layout
 
 GIB = 2**30
-_EXPORTED = {True: 2, False: 4}  # bytes of a parameter: rank 0 gathers the whole model as it is stored
+_EXPORTED = {True: 2, False: 4}  # bytes per parameter: rank 0 gathers the whole model in its storage type
 
-# What no tensor shows, on CUDA: on an H200 the context and NCCL of one worker took 1.3 GiB together, and the workspaces
-# 64 to 66 MiB (experiments/gpu).
+# CUDA memory outside of tensors. On an H200 the context and NCCL of one worker took 1.3 GiB together, and the
+# workspaces 64 to 66 MiB (experiments/gpu).
 CONTEXT_BYTES = 820 * 2**20
 NCCL_BYTES = 512 * 2**20  # of one communicator
 COMPRESSED = "compressed gradients"
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
 
-# The share of a GPU that a forecast may need, without what the allocator could return, and fit for sure. On an H200
+# The share of a GPU up to which a forecast fits for sure, not counting what the allocator could return. On an H200
 # (experiments/gpu) 11 of 12 settings reserved more than forecast, by up to 8.4 %. Of 201 published steps
-# (experiments/published) 55 were forecast to need more than this share, and ran; of the 46 of one publisher six took
-# 20 to 39 % longer than predicted.
+# (experiments/published) 55 were forecast to need more than this share, and ran; 46 of these are of one publisher, and
+# six of them took 20 to 39 % longer than predicted.
 SURE = 0.9
-FULL_ERROR = 0.18  # nine of ten of the 46 were less too fast, as with every other error here
+FULL_ERROR = 0.18  # nine of ten of the 46 predictions were off by less
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ class NoForecast:
     """Why there is no forecast, as a code with values.
 
     Attributes:
-        code: `model_error`: training would end with the same error on any machine; `user_error`: on this one, which
-            may lack files that others have; `not_followed`: by a forecast, while training goes on;
-            `error`: any other exception; `lost`: its process ended or was late; `cancelled`: it was interrupted before
-            it was made.
-        text: of an error as raised; of `lost` what happened to the process.
+        code: `model_error`: training would fail with the same error on any machine; `user_error`: it would fail on this
+            one, which may lack files; `not_followed`: training works, but a forecast cannot follow it; `error`: any
+            other exception; `lost`: its process ended or was late; `cancelled`: an interrupt came first.
+        text: the error's message; for `lost`, what happened to the process.
         error: the class of the error.
         at: the line that raised it: of the user's code if there is one.
     """
@@ -63,7 +62,7 @@ class Host:
 
     Attributes:
         memory_bytes: None: not known.
-        num_workers: that share it.
+        num_workers: the workers that share it.
     """
 
     memory_bytes: int | None = None
@@ -77,7 +76,7 @@ class Solved:
     Attributes:
         name: `batch`, `gpus` or `capacity`.
         value: the samples of a microbatch, the workers, or the bytes of a device; 0: nothing fits.
-        forecast: with it; where nothing fits, of the nearest: one sample, or the most workers.
+        forecast: with this value; if nothing fits, with the nearest one: one sample, or the most workers.
         samples_per_worker: of that forecast.
     """
 
@@ -98,14 +97,14 @@ class Forecast:
         expandable: whether its segments are expandable.
         allowances: what the device holds outside of tensors, by name.
         host_allowances: the same for the host.
-        host_once: what one worker alone holds on its host at the end, by name: the model that it exports.
+        host_once: what only one worker holds on its host at the end, by name: the model that it exports.
         capacity_bytes: of the device; None: not known.
         solved: the answer to `forecast.solve`; None: not asked.
         data_sheet: the name of the device that is forecast; None: it has no data sheet.
-        speed: of the step on it; None: no device with a data sheet, or see `no_speed`.
+        speed: of the step on that device; None: it has no data sheet, or see `no_speed`.
         no_speed: why there is no speed.
         error: why there is no forecast, and no peaks.
-        traceback: of that error, if it was raised from another, such as one of the user's code; else "".
+        traceback: of that error, if it was raised from another error, such as one in the user's code; else "".
         num_params: of the whole model, and of the worker's part.
         host: of the worker.
         layout: how the model was divided; None without a forecast.
@@ -137,19 +136,19 @@ class Forecast:
 
     @property
     def host_bytes(self) -> int:
-        """Of the tensors that live on the host while a GPU computes; 0 on a CPU, whose memory is the device's."""
+        """Of the tensors on the host while a GPU computes; 0 on a CPU, where the host is the device."""
         return self.peaks.get("host", {}).get("total", 0) + sum(self.host_allowances.values())
 
     @property
     def host_needed_bytes(self) -> int:
-        """The same of all workers of a host, with what one of them holds alone."""
+        """The same for all workers of a host, with what only one of them holds."""
         return self.host_bytes * self.host.num_workers + sum(self.host_once.values())
 
     @property
     def is_offloaded(self) -> bool:
         """Whether the host holds parameters or what blocks save."""
         held = self.peaks.get("host", {})
-        return bool(held.get("param")) or held.get("activation", 0) >= 2**20  # else of what a loss makes there
+        return bool(held.get("param")) or held.get("activation", 0) >= 2**20  # less is of a loss
 
     @property
     def host_is_short(self) -> bool:
@@ -164,9 +163,10 @@ class Forecast:
 
     @property
     def least_bytes(self) -> int:
-        """The same if the allocator cached nothing: on a full device it returns its cache.
+        """The peak with all allowances if the allocator caches nothing.
 
-        Training cannot do with less. `needed_bytes` suffices without returning any cache.
+        Training cannot run with less: on a full device the allocator returns its cache. With `needed_bytes` it need
+        not.
         """
         if self.active_bytes is None or self.reserved_bytes is None:
             return self.needed_bytes
@@ -175,12 +175,12 @@ class Forecast:
 
     @property
     def sure_bytes(self) -> int:
-        """The least memory of a device that it is sure to fit."""
+        """The smallest memory of a device that it fits for sure."""
         return max(self.needed_bytes, math.ceil(self.least_bytes / SURE)) if self.cuda else self.needed_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether it is sure to fit its device and its host; None without a forecast or a capacity."""
+        """Whether it fits its device and its host for sure; None without a forecast or a capacity."""
         if self.host_is_short:
             return False
         if self.capacity_bytes is None or self.error:
@@ -189,9 +189,9 @@ class Forecast:
 
     @property
     def unsure(self) -> bool:
-        """Whether it may fit: by less than the error of forecasts, or if the allocator returns its cache to the device.
+        """Whether it may fit: within the error of forecasts, or if the allocator returns its cache.
 
-        The allocator does that when the device is full. Such a setting may run slower, or run out of memory.
+        Such a setting may run slower, or run out of memory.
         """
         if self.fits is not False or self.host_is_short or self.capacity_bytes is None:
             return False
@@ -199,14 +199,14 @@ class Forecast:
 
     @property
     def nearly_full(self) -> bool:
-        """A GPU on which the allocator may have to free and retry, which makes a step slower than any prediction."""
+        """Whether the allocator may have to free and retry, which makes a step slower than predicted."""
         if not self.cuda or self.error or self.capacity_bytes is None:
             return False
         return self.needed_bytes > SURE * self.capacity_bytes
 
     @property
     def shortage(self) -> dict[str, int]:
-        """The values of `Code.does_not_fit`, if the capacity is known: of the device, or of a host that is short."""
+        """The values of `Code.does_not_fit` for the device, or for a host that is short; the capacity must be known."""
         needed, capacity, peak = self.needed_bytes, self.capacity_bytes, self.peak_bytes
         if self.host_is_short:
             needed, capacity, peak = self.host_needed_bytes, self.host.memory_bytes, self.host_bytes
@@ -218,7 +218,7 @@ class Forecast:
 def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Host()) -> Forecast:
     """Return the forecast for a device of this capacity.
 
-    On a GPU that it nearly fills, the speed has a wider range, and the error of ratios to others is not known.
+    If it nearly fills a GPU, its speed has a wider range, and the error of ratios to other settings is not known.
 
     Args:
         forecast: with the range of its speed as `predict` returns it.
@@ -233,11 +233,11 @@ def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Hos
 
 
 def on_host(forecast: Forecast, config: TrialConfig) -> Forecast:
-    """Return the forecast for a GPU with what a trial holds on the host beside its steps; others as they are."""
+    """Return a forecast for a GPU with what a trial holds on the host outside of its steps; others unchanged."""
     if not forecast.cuda or forecast.error:
         return forecast
     held, allowances = forecast.peaks, dict(forecast.host_allowances)
-    if config.data.loader_workers:  # PyTorch's loader has two batches ready for each of its processes
+    if config.data.loader_workers:  # PyTorch's loader keeps two batches per process ready
         allowances["prefetched batches"] = 2 * config.data.loader_workers * held.get("host", {}).get("input", 0)
     if config.checkpoint.mode is CheckpointMode["async"]:
         allowances["staged checkpoint"] = sum(
@@ -258,7 +258,7 @@ def weigh(
     streams: Mapping[str, str] = STREAMS,
     expandable: bool | None = None,
 ) -> Forecast:
-    """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside.
+    """Return the memory that a device needs for a profile. On a CPU, memory comes from the system: nothing is reserved.
 
     Args:
         num_trained: parameters of the rank that get gradients.
@@ -281,8 +281,7 @@ def weigh(
     }
     precision = config.precision
     if not sharded and precision.reduce_dtype is not Dtype.float32 and not precision.is_narrow:
-        # PyTorch frees what NCCL has sent when its watchdog looks, every 0.1 s: two copies, as on an H200 with steps of
-        # 0.05 s
+        # NCCL's watchdog frees sent tensors every 0.1 s: two copies, as on an H200 with steps of 0.05 s
         allowances[COMPRESSED] = 2 * 2 * num_trained
     pinned = {"input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ())}
     if config.activation_offload is not ActivationOffload.none:
@@ -317,8 +316,8 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
 def communicators(config: TrialConfig, num_workers: int) -> int:
     """Return the number of NCCL communicators of one worker.
 
-    One for the world, two for the mesh of hybrid sharding, two for that of tensor parallelism and the parts of a batch,
-    one for the smaller mesh of `reshard_after_forward=to_size`, and one of `sharding.separate_reduce_scatter_group`.
+    One is for the world. Two each are for the meshes of hybrid sharding and of tensor parallelism. One each is for the
+    smaller mesh of `reshard_after_forward=to_size` and for `sharding.separate_reduce_scatter_group`.
     """
     if num_workers == 1:
         return 1  # its group is bound to its GPU

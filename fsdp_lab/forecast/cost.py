@@ -40,5 +40,5 @@ def cost_of(forecast: Forecast, asked: ForecastConfig) -> Cost | None:
 
 
 def usd_per_million(hourly: float, num_workers: int, per_s: float) -> float:
-    """Return the dollars of a million of what all workers together do `per_s` of in a second."""
+    """Return the dollars of a million units, if all workers together do `per_s` units per second."""
     return hourly * num_workers / 3600 / per_s * 1e6

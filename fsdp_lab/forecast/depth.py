@@ -1,4 +1,4 @@
-"""The step of a model with many equal blocks, from the steps of a few: change by change, operator by operator."""
+"""Extends the step of a model with a few equal blocks to one with many: change by change, operator by operator."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fsdp_lab.forecast.step import Step
 from fsdp_lab.memory.profile import Event, Profile
 from fsdp_lab.training.layout import Unit
 
-NONE = -1  # the label of what belongs to no block
-REPEATED = 2  # the period that is repeated: the first and the last two may differ from it
-_SIZES = ("num_bytes", "flops", "parameters", "sharded", "gathered")  # of an item, that may grow with the blocks
+NONE = -1  # the label of an item that belongs to no block
+REPEATED = 2  # the period to repeat: the first two and the last two may differ from it
+_SIZES = ("num_bytes", "flops", "parameters", "sharded", "gathered")  # grow with the blocks
 _FIRST = 5  # periods of the smaller step
 
 
@@ -29,7 +29,7 @@ class Stack:
     Attributes:
         name: of the list.
         count: of the blocks.
-        period: how many blocks it takes until an equal one follows.
+        period: the distance from a block to the next equal one, in blocks.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Stack:
 
     @property
     def few(self) -> int:
-        """Return how many blocks the smaller of two steps has."""
+        """Return the number of blocks of the smaller step."""
         return _FIRST * self.period + self.count % self.period
 
     @property
     def more(self) -> int:
-        """Return how many periods all blocks have in addition."""
+        """Return the number of periods to add for all blocks."""
         return (self.count - self.few) // self.period
 
     def label(self, module: str) -> int:
@@ -52,7 +52,7 @@ class Stack:
         return int(inside[1]) // self.period if inside else NONE
 
     def moved(self, module: str, periods: int) -> str:
-        """Return the name of a module's like so many periods later; of several modules, with commas between them."""
+        """Return the name of the equal module so many periods later; also for several names, separated by commas."""
         if "," in module:
             return ", ".join(self.moved(name, periods) for name in module.split(", "))
         if not periods or self.label(module) == NONE:
@@ -66,7 +66,7 @@ def deepened(few: Step, more: Step, stack: Stack) -> Step | None:
 
     Args:
         few: of `stack.few` blocks.
-        more: of one period more: what `few` with a period more has to be.
+        more: the step with one more period, to verify the extension of `few`.
     """
     named = (*few.layout.units, *few.layout.blocks, *few.layout.last)
     if few.layout != more.layout or any(stack.label(name) != NONE for name in named):
@@ -100,7 +100,7 @@ def _profile(few: Profile, more: Profile, stack: Stack, times: int) -> Profile |
     def sequence(profile: Profile) -> _Sequence:
         begun, known = profile.begun, dict[int, int]()
         labels = [NONE] * begun + _between([stack.label(event.module) for event in profile.events[begun:]])
-        for place, event in enumerate(profile.events):  # outside of blocks, by the parameter or by where it came from
+        for place, event in enumerate(profile.events):  # outside of blocks, by the parameter or by its origin
             owners = {*map(stack.label, profile.owners.get(event.storage, ()))}
             if labels[place] == NONE:
                 labels[place] = owners.pop() if len(owners) == 1 else known.get(event.storage, NONE)
@@ -120,7 +120,7 @@ def _program(few: Sequence[Operator], more: Sequence[Operator], stack: Stack, ti
     def made(operator: Operator, label: int, later: int, refer: Refer) -> Operator:
         reads, writes = (tuple(one for s in some for one in refer(s)) for some in (operator.reads, operator.writes))
         unit = operator.unit
-        if unit is not None:  # an operator of no period may gather that of a late one
+        if unit is not None:  # an operator of no period may gather for a late period
             late = label == NONE and stack.label(unit.partition(",")[0]) > REPEATED
             unit = stack.moved(unit, times if late else later)
         return replace(operator, module=stack.moved(operator.module, later), unit=unit, reads=reads, writes=writes)
@@ -154,19 +154,19 @@ def _units(few: Sequence[Unit], more: Sequence[Unit], stack: Stack, times: int) 
 
 
 def _copies(label: int, times: int) -> Sequence[int]:
-    """Return by how many periods later a stretch of one comes."""
+    """Return how many periods later each copy of a stretch comes."""
     return range(times + 1) if label == REPEATED else [times * (label > REPEATED)]
 
 
 def _same_profile(one: Profile, other: Profile) -> bool:
-    """Return whether two profiles are equal, whatever the numbers of their storages."""
+    """Return whether two profiles are equal, except for the numbers of their storages."""
     numbers: dict[int, int] = {}
     renamed = [replace(e, storage=numbers.setdefault(e.storage, len(numbers))) for e in other.events]
     return one.begun == other.begun and one.events == renamed
 
 
 def _same_program(one: Sequence[Operator], other: Sequence[Operator]) -> bool:
-    """Return whether two programs have equal operators, which wait for each other alike."""
+    """Return whether two programs have equal operators with equal dependencies."""
     bare = [[replace(operator, reads=(), writes=()) for operator in program] for program in (one, other)]
     if bare[0] != bare[1]:
         return False
@@ -174,7 +174,7 @@ def _same_program(one: Sequence[Operator], other: Sequence[Operator]) -> bool:
     return all(isclose(a.begin, b.begin) for a, b in zip(*slots, strict=True))
 
 
-Refer = Callable[[int], list[int]]  # from a storage to what it is in the longer sequence
+Refer = Callable[[int], list[int]]  # storage -> its number in the longer sequence
 
 
 class _Run(NamedTuple):
@@ -182,7 +182,7 @@ class _Run(NamedTuple):
 
     Attributes:
         label: the period.
-        turn: the number of the pass over the periods, up or down, that it is part of.
+        turn: the number of its pass over the periods, up or down.
     """
 
     label: int
@@ -198,7 +198,7 @@ class _Sequence:
     Attributes:
         labels: the period of each item, or `NONE`.
         storages: returns those of an item.
-        cut: between which items nothing goes on.
+        cut: the index that no run crosses.
     """
 
     items: Sequence[Any]
@@ -207,13 +207,13 @@ class _Sequence:
     cut: int
 
     def repeated(self, times: int, made: Callable[[Any, int, int, Refer], Any]) -> list[Any]:
-        """Return the items with so many more of the period that is repeated.
+        """Return the items with so many more copies of the repeated period.
 
         Args:
             made: makes an item from one, by its label and by how many periods later it is.
         """
         runs, ways = self._runs()
-        homes: dict[int, tuple[int, int, int]] = {}  # storage -> where it comes first: turn, period, place there
+        homes: dict[int, tuple[int, int, int]] = {}  # storage -> its first occurrence: turn, period, position
         for run in runs:
             count = 0
             for storage in (storage for item in self.items[run.begin : run.end] for storage in self.storages(item)):
@@ -225,7 +225,7 @@ class _Sequence:
         def refer(storage: int, later: int, label: int) -> list[int]:
             turn, home, place = homes[storage]
             homes_now = [home + later if home != NONE else NONE]
-            if label == NONE and home >= REPEATED:  # what is of no period works for all of them
+            if label == NONE and home >= REPEATED:  # items of no period work for all periods
                 homes_now = [home + one for one in range(times + 1)] if home == REPEATED else [home + times]
             return [numbers.setdefault((turn, one, place), len(numbers)) for one in homes_now]
 
@@ -259,7 +259,7 @@ def _ends(labels: Sequence[int], cut: int) -> list[int]:
 
 
 def _between(labels: list[int]) -> list[int]:
-    """Return the labels; what has none between two neighbours, or inside of a period, has that of the one before."""
+    """Return the labels. An item without a label between neighbours, or inside a period, gets the one before."""
     result, ends = list(labels), _ends(labels, 0)
     inner = range(1, max(labels, default=NONE))
     for begin, end in pairwise(ends[1:-1]):
@@ -270,9 +270,9 @@ def _between(labels: list[int]) -> list[int]:
 
 
 def _grown(few: _Sequence, more: _Sequence, times: int, alike: Sequence[str]) -> _Sequence | None:
-    """Return the smaller sequence, in which what is of no period has the sizes of so many periods more.
+    """Return the smaller sequence, in which items of no period have the sizes for so many more periods.
 
-    None if the sequences differ in what is of no period.
+    None if the sequences differ in such items.
 
     Args:
         alike: the fields that have to be equal.

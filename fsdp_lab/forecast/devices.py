@@ -39,8 +39,8 @@ def for_cuda(config: SweepConfig) -> bool:
 def data_sheet(config: SweepConfig) -> Device | None:
     """Return the device that `forecast.device` names; None without a data sheet.
 
-    `auto` is this machine's GPU if that has a data sheet. With `forecast.network_gbit` its nodes have that network, and
-    with `cluster.gpus_per_node` that many GPUs.
+    `auto` is this machine's GPU if that has a data sheet. `forecast.network_gbit` and `cluster.gpus_per_node` replace
+    the network and the GPUs of its nodes.
 
     Raises:
         ConfigError: its file is no data sheet.
@@ -64,10 +64,10 @@ def torch_version() -> str:
 
 
 def refined(device: Device | None, config: TrialConfig, num_workers: int, before: float = inf) -> Device | None:
-    """Return the device as finished trials correct it for this configuration.
+    """Return the device, corrected by finished trials for this configuration.
 
     Args:
-        before: trials that ended later do not count, in seconds since 1970.
+        before: ignore trials that ended later, in seconds since 1970.
 
     Raises:
         UserError: the file of the trials is not one.
@@ -85,27 +85,27 @@ def sheet_of(gpu: str) -> Device | None:
 
 
 def file_here() -> Path | None:
-    """Return the device file of this machine, by the name of its device: the user's, else a data sheet of ours.
+    """Return the device file of this machine, by the name of its device: the user's file, else a data sheet of ours.
 
-    None: it has none, or several kinds of GPUs.
+    None: there is none, or the machine has several kinds of GPUs.
     """
     names = {gpu.name for gpu in gpus()} or {cpu_name()}
     for file in (*own_devices(), *data_sheets()):
-        with suppress(ConfigError):  # a file of the user's that no forecast has read
+        with suppress(ConfigError):  # may be invalid: no forecast has read it
             if names == {_load(file).name}:
                 return file
     return None
 
 
 def words_for(file: Path) -> str:
-    """Return the words of a command whose forecast uses a device file of the user's."""
+    """Return the options with which a command uses a device file of the user's."""
     if file.parent.name != "device":
         return f"forecast.device={file}"
     return f"--config-dir {file.parent.parent} forecast.device={file.stem}"
 
 
 def no_file_note(config: SweepConfig) -> list[str]:
-    """Return a line for a sweep that does without what a probe of this machine would find, or found; else nothing."""
+    """Return a note if a sweep uses no probe of this machine: there is none, or its file is not named."""
     asked = config.forecast
     if not asked.enabled or asked.device not in DEVICE_KINDS or not config.cluster.is_here:
         return []
@@ -115,21 +115,21 @@ def no_file_note(config: SweepConfig) -> list[str]:
     return [f"this machine has no device file, so speeds are not predicted: {PROBE} measures one in a minute"]
 
 
-# Of a grid, each cell asks for both.
+# Cached, because each cell of a grid asks for both.
 _refine = lru_cache(maxsize=64)(refine)
 _read = lru_cache(maxsize=64)(lambda file, changed: load_device(file))
 
 
 def _load(file: Path) -> Device:
     """Read a device's file, again only when it has changed."""
-    return _read(file.absolute(), file.stat().st_mtime_ns if file.exists() else 0)  # else the reader says what is wrong
+    return _read(file.absolute(), file.stat().st_mtime_ns if file.exists() else 0)  # the reader raises the error
 
 
 def check_device(config: SweepConfig, num_workers: int) -> None:
     """Check the device's file, and that its nodes make up the workers and hold whole tensor-parallel groups.
 
     Raises:
-        ConfigError: the file is no data sheet, the workers are no whole number of nodes, or a group would be on two.
+        ConfigError: the file is no data sheet, the workers do not fill whole nodes, or a group would span two nodes.
     """
     sheet = data_sheet(config)
     tp = config.sharding.tp
@@ -147,7 +147,7 @@ def check_device(config: SweepConfig, num_workers: int) -> None:
 
 
 def check_sweep(config: SweepConfig) -> None:
-    """Call `check_here` for trials on this machine; those of a running cluster are not known yet."""
+    """Call `check_here` for trials on this machine; a running cluster is not known yet."""
     if config.engine is Engine.ray and config.cluster.is_here:
         check_here(config, workers_of(config), num_gpus() > 0)
 
@@ -174,7 +174,7 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
 def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
     """Return the device that `forecast.device` names, if trials run on it; else None.
 
-    The GPUs of other nodes are not visible, and taken for those of the device.
+    The GPUs of other nodes are not visible; they are assumed to be that device.
     """
     sheet = data_sheet(config)
     if sheet is None or (sheet.kind == "cuda") is not cuda:
@@ -186,7 +186,7 @@ def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
 def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
     """Return the bytes of one device; None: not known.
 
-    `forecast.capacity_gib`, or the memory of the named device, or that of the smallest GPU here in a forecast for GPUs.
+    `forecast.capacity_gib`, or the memory of the named device; for GPUs without either, that of the smallest GPU here.
     """
     if config.forecast.capacity_gib is None and (file := device_file(config.forecast.device)) is not None:
         return _load(file).memory_bytes
@@ -214,7 +214,7 @@ def host_of(num_workers: int, sheet: Device | None, here: bool) -> Host:
     """Return the host of GPUs, and how many of the workers it has.
 
     Args:
-        sheet: of the device; None: its nodes are not known.
+        sheet: the data sheet; None: its nodes are not known.
         here: it is this machine, whose memory is known.
     """
     if here:

@@ -1,4 +1,4 @@
-"""What PyTorch's dispatcher does on a GPU and not on a CPU, in a forecast that runs on a CPU."""
+"""What PyTorch's dispatcher does only on a GPU, for a forecast that runs on a CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fsdp_lab.workloads.base import map_tensors, tensors_of
 
 HALVES = (torch.float16, torch.bfloat16)
 
-# What autocast does on a GPU and not on a CPU, by ATen/autocast_mode.h of PyTorch 2.15; what the installed version has
-# no kernel for is left out. Computed in float32:
+# What autocast does only on a GPU, from ATen/autocast_mode.h of PyTorch 2.15; operators that the installed version
+# lacks are left out. Computed in float32:
 FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
@@ -32,7 +32,7 @@ FLOAT32_RESULTS = (
     *("softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm"),
     *("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
 )
-# Computed in autocast's own type; cells of recurrent layers apart, whose kernels a CPU does not have:
+# Computed in autocast's own type, without cells of recurrent layers, which have no CPU kernels:
 LOWER = ("addmv", "addr", "einsum", "mv", "chain_matmul", "linalg_multi_dot")
 # Computed in the widest type of their tensors:
 PROMOTED = (
@@ -48,14 +48,14 @@ AS_THEY_ARE = (
 
 @contextmanager
 def dispatched_as_on_cuda() -> Iterator[None]:
-    """Let autocast choose the types of a GPU, and dropout be one kernel with a mask of one byte an element.
+    """Make autocast choose the types of a GPU, and dropout one kernel with a mask of one byte per element.
 
-    `torch.autocast("cuda")` that a model enters in `forward` has its effect inside, `is_cuda` is true of what is on the
-    GPU, and `to("cuda")` moves there.
+    Inside, `torch.autocast("cuda")` in a model's `forward` takes effect, `is_cuda` is true for tensors on the GPU, and
+    `to("cuda")` moves them there.
     """
     enter, move = torch.autocast.__init__, Tensor.to
 
-    def init(  # with the names that the compiler looks for
+    def init(  # the compiler looks for these names
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
     ) -> None:
         if device_type == "cuda":
@@ -88,7 +88,7 @@ def dispatched_as_on_cuda() -> Iterator[None]:
 
 
 def _as_forecast(value: Any) -> Any:
-    """Return the device that stands for the GPU, if a model names a GPU; any other value as it is."""
+    """Return the stand-in for the GPU if a model names a GPU; any other value unchanged."""
     is_gpu = isinstance(value, str) and value.partition(":")[0] == "cuda"
     return ACCELERATOR if is_gpu or (isinstance(value, torch.device) and value.type == "cuda") else value
 

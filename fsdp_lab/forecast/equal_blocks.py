@@ -1,7 +1,7 @@
-"""Equal blocks of a model, followed once: the step of many is made from those of a few.
+"""Follows equal blocks of a model once: the step of many blocks is made from those of a few.
 
-Two steps are followed, of a few blocks and of one period more. One period of the first is repeated: the result must be
-the second, if it is repeated once. Otherwise, and where blocks differ, the whole model is followed.
+Two steps are followed: one of a few blocks, and one with one more period. Repeating a period of the first step once
+must give the second step. Otherwise, or if blocks differ, the whole model is followed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.workloads.base import Workload, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import copy_on_meta, without_values
 
-_LONGEST = 4  # period of blocks that is looked for
+_LONGEST = 4  # longest period that is searched
 _LAST: dict[str, Stack | None] = {}
 
 
 def step_of_equal_blocks(workload: Workload, config: TrialConfig, follow: Callable[[Stack | None, int], Step]) -> Step:
-    """Return the step of a model; of equal blocks only a few are followed.
+    """Return the step of a model. Of equal blocks, follow only a few.
 
     Args:
         follow: returns the step with so many blocks of a stack; None: of the whole model.
     """
     stack = None
-    with suppress(Exception):  # whatever a model without values raises
+    with suppress(Exception):  # a model without values may raise anything
         stack = _equal_blocks(workload, config)
     if stack is not None:
-        with suppress(Exception):  # the whole model then raises it, with all of its names
+        with suppress(Exception):  # following the whole model raises it again, with all names
             few, more = follow(stack, stack.few), follow(stack, stack.few + stack.period)
             if (step := deepened(few, more, stack)) is not None:
                 return step
@@ -57,9 +57,9 @@ def keep_first(model: nn.Module, stack: Stack, count: int) -> None:
 
 
 def _equal_blocks(workload: Workload, config: TrialConfig) -> Stack | None:
-    """Return the longest stack of a model whose blocks are equal and used equally; None if it is too short to gain.
+    """Return a model's longest stack of blocks that are equal and used equally; None if it is too short to gain time.
 
-    The last answer of this process is kept: the settings of a grid have one model.
+    The last result of this process is cached: the settings of a grid share one model.
     """
     every = config.activation_checkpointing is ActivationCheckpointing.every_n
     apart = lcm(config.sharding.blocks_per_unit or 1, config.activation_checkpointing_every if every else 1)
@@ -73,7 +73,7 @@ def _equal_blocks(workload: Workload, config: TrialConfig) -> Stack | None:
 
 
 def _compared(workload: Workload, seed: int, apart: int) -> Stack | None:
-    """Return the stack of a model, whose period is a multiple of `apart`."""
+    """Return the stack of a model with a period that is a multiple of `apart`."""
     model = without_values(workload.model.build, seed)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     name = max(lists, key=lambda name: len(lists[name]), default="")
@@ -83,7 +83,7 @@ def _compared(workload: Workload, seed: int, apart: int) -> Stack | None:
     equal = (p for p in range(1, _LONGEST + 1) if all(map(partial(_alike, apart=p), looks, looks[p:])))
     period = lcm(next(equal, 0), apart)
     stack = Stack(name, len(looks), period)
-    if not period or stack.count <= 3 * stack.few:  # both are followed, and this takes time, too
+    if not period or stack.count <= 3 * stack.few:  # two steps are followed, and this comparison takes time, too
         return None
     short = copy_on_meta(model)
     keep_first(short, stack, stack.few)
@@ -96,7 +96,7 @@ def _compared(workload: Workload, seed: int, apart: int) -> Stack | None:
 
 
 def _look(block: nn.Module) -> dict[str, object]:
-    """Return all that equal blocks have in common: classes, shapes and plain attributes of their modules."""
+    """Return what equal blocks have in common: classes, shapes and plain attributes of their modules."""
     look: dict[str, object] = {}
     for name, module in block.named_modules():
         look[name] = type(module)
@@ -117,7 +117,7 @@ def _plain_look(value: object) -> object:
 
 
 def _alike(one: dict[str, object], other: dict[str, object], apart: int) -> bool:
-    """Return whether two blocks look alike, but for whole numbers that may be their places in the stack."""
+    """Return whether two blocks look alike, except for integers that may be their positions in the stack."""
     return one.keys() == other.keys() and all(
         a is b or (type(a) is type(b) and (a == b or (type(a) is int and b - a == apart)))  # type: ignore[operator]
         for a, b in zip(one.values(), other.values(), strict=True)
@@ -131,9 +131,9 @@ def _shares(model: nn.Module, blocks: nn.Module) -> bool:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the operators of a step, by the period of the block that was entered last, and what stays of each.
+    """Notes the operators of a step by the period of the last entered block, and which results stay alive.
 
-    An argument is noted with what has made it: the number of the operator in its period, and how many periods before.
+    An argument is noted by the operator that made it: its number in its period, and how many periods before.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class _Operators(TorchDispatchMode):
 
     @contextmanager
     def noting_casts(self) -> Iterator[None]:
-        """Note the autocast contexts that are made inside: no mode sees whether one is entered."""
+        """Note the autocast contexts that are created inside: no dispatch mode sees when one is entered."""
         make = autocast.__init__
 
         def init(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,7 @@ class _Operators(TorchDispatchMode):
         return f"{tensor.dtype}{[*tensor.shape]}{tensor.requires_grad}{number}{before}"
 
     def summary(self) -> dict[int, list[tuple[str, bool]]]:
-        """Return each operator, and whether what it made is there still."""
+        """Return each operator, and whether its results are still alive."""
         return {
             at: [(look, any(one() is not None for one in made)) for look, made in some]
             for at, some in self.seen.items()
@@ -177,7 +177,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _step(model: nn.Module, workload: Workload, stack: Stack) -> dict[int, list[tuple[str, bool]]]:
-    """Return what a forward and a backward pass on `meta` call, by the period of the blocks."""
+    """Return the operators of a forward and a backward pass on `meta`, by the period of the blocks."""
     operators, model = _Operators(), model.to("meta").train()
 
     def enter(at: int) -> None:

@@ -31,8 +31,8 @@ from fsdp_lab.training.distributed import DistributedContext, leave_process_grou
 from fsdp_lab.workloads.base import map_tensors, tensors_of
 
 HOST = torch.device("cpu")
-# Stands for a GPU where the host has to be told from it. A fake tensor may be on a second CPU, which does not
-# exist: the autograd engine asks nothing of it, whereas it wants a real context for a fake CUDA device.
+# Stands for a GPU where host and device must differ. A fake tensor may be on a second CPU, which does not exist. For a
+# fake CUDA device the autograd engine would need a real context.
 ACCELERATOR = torch.device("cpu", 1)
 
 
@@ -40,7 +40,7 @@ ACCELERATOR = torch.device("cpu", 1)
 def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator[DistributedContext]:
     """Make this process one rank of a process group whose other ranks do not exist.
 
-    No message is sent: a collective leaves its output unchanged.
+    Nothing is sent: a collective leaves its output unchanged.
 
     Args:
         rank: of this process; the first rank holds the largest shard of every parameter.
@@ -59,19 +59,19 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
 def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the fake work of a reduction for DDP's hooks, which use its result.
 
-    It does not hold tensors that were compressed for the wire, as `memory_profiler` ensures in a measured step.
+    It does not hold tensors that a hook compressed, as in a measured step.
     """
     if tensor.dtype is not torch.float32:
         with without_modes():
             tensor = tensor.clone()
     future = torch.futures.Future[list[Tensor]]()
     future.set_result([tensor])
-    # no cycle: the tensor is freed at once
+    # without a cycle the tensor is freed at once
     return SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True, get_future=lambda: future)
 
 
-# These kernels compute each element in the tensor that becomes the mean or the sum of all and keeps that storage,
-# whatever the device; PyTorch's own fake results have one element's.
+# On all devices, these kernels compute every element in the tensor that becomes the mean or sum, and keep its storage.
+# PyTorch's own fake results have storage for one element.
 _MADE_WHOLE = {
     getattr(torch.ops.aten, name).default
     for name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
@@ -92,7 +92,7 @@ _sizes: dict[str, int] = {}
 def _with_workspace(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Add the memory that oneDNN keeps for the backward pass of an LSTM layer.
 
-    PyTorch's fake layer has none, and oneDNN does not publish its size, so one real layer of this shape is run.
+    PyTorch's fake layer has none, and oneDNN does not publish the size, so this runs a real layer of this shape.
     """
     key = str(map_tensors(lambda tensor: tuple(tensor.shape), list(args)))
     if key not in _sizes:
@@ -104,10 +104,10 @@ def _with_workspace(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple
 
 
 class ValuesOnRequest(TorchDispatchMode):
-    """Answers if the training step, not the model, reads a tensor's value: a loss scale, a step count.
+    """Returns a value if the training step, not the model, reads a fake tensor: a loss scale, a step count.
 
-    Inside a model's forward pass, and for other values that an optimizer reads, it does not answer, because the
-    computation may depend on the value.
+    It returns none in a model's forward pass or for other values of an optimizer, because the computation may depend on
+    them.
     """
 
     def __init__(self) -> None:
@@ -122,10 +122,10 @@ class ValuesOnRequest(TorchDispatchMode):
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
             if not isinstance(asks, torch.optim.Optimizer) or _is_step_count(args[0], asks):
                 return 0.0 if name == STEP_IF_FINITE else 1.0
-        if func is _PUT_MEMORY:  # PyTorch would remember the result, and with it keep the memory
+        if func is _PUT_MEMORY:  # PyTorch would cache the result, which keeps its memory
             with mock.patch.object(active_fake_mode(), "cache_enabled", False):
                 return func(*args, **(kwargs or {}))
-        if func is FLOAT8_PRODUCT:  # it has no fake result: a product of zeros would be computed
+        if func is FLOAT8_PRODUCT:  # it has no fake result; PyTorch would multiply zeros
             return (kwargs or {})["out"]
         if func in _MADE_WHOLE:
             return _with_whole_storage(func(*args, **(kwargs or {})), *args[:2])
@@ -140,7 +140,7 @@ class ValuesOnRequest(TorchDispatchMode):
     def _is_bookkeeping(func, args, kwargs) -> bool:  # type: ignore[no-untyped-def]
         """Return whether this is DDP's exchange of small integer tensors, which it reads itself.
 
-        They hold the order of its buckets, and which parameters got a gradient.
+        They hold the order of its buckets, and the parameters that got a gradient.
         """
         if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):
             return kwargs.get("dtype") is torch.int32
@@ -165,7 +165,7 @@ def _asking() -> tuple[str, Any]:
 
 @contextmanager
 def fake_tensors() -> Iterator[ValuesOnRequest]:
-    """Give every tensor made inside a shape, a type and a device, and no memory."""
+    """Make every tensor inside fake: with a shape, a type and a device, but no memory."""
     values = ValuesOnRequest()
     with FakeTensorMode(allow_non_fake_inputs=True), values:
         yield values

@@ -1,7 +1,7 @@
-"""Linear layers that hold and compute, under fake tensors, what torchao's float8 layers do on a GPU.
+"""Linear layers for fake tensors that hold and compute the same as torchao's float8 layers on a GPU.
 
-The recipe is `training.float8`'s: each operand of each of a layer's three products is scaled by rows and cast when it
-is needed, and the backward pass casts the bfloat16 operands again. Gathers send bfloat16.
+The recipe is that of `training.float8`. A layer has three products, and each operand is scaled by rows and cast when it
+is needed. The backward pass casts the bfloat16 operands again. Gathers send bfloat16.
 """
 
 from __future__ import annotations

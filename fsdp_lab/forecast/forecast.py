@@ -1,7 +1,6 @@
 """The memory profile of a trial that does not run.
 
-`training.build` makes the model and `training.loop` takes the step, as in training, under fake tensors. The forecast
-runs the training code itself, not a model of it.
+Runs the training code itself under fake tensors: `training.build` makes the model, `training.loop` runs the step.
 """
 
 from __future__ import annotations
@@ -57,9 +56,10 @@ from fsdp_lab.workloads.base import Batch, Workload, tensors_of
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import without_values
 
-# Pageable memory is copied through pinned buffers first. An assumption: no measurement on a current GPU was found.
+# Pageable memory is copied through pinned buffers first. The share is assumed: no measurement on a current GPU was
+# found.
 PAGEABLE = 2.0
-# Of an error that only a forecast ends with -> what it is about.
+# Part of an error that only a forecast raises -> its explanation.
 _NOT_FOLLOWED = {
     "FlexAttention": "flex_attention has no forecast: on a CPU, where forecasts are made, it has no backward pass",
     "SparseTensorImpl": "sparse gradients have no forecast: their size depends on the values of a batch",
@@ -68,7 +68,7 @@ _LAST: dict[str, Step] = {}  # by `Request.step`
 
 
 class NotFollowedError(UserError):
-    """What training does and a forecast cannot follow, such as a decision by a tensor's value."""
+    """Training does something that a forecast cannot follow, such as a decision on a tensor's value."""
 
 
 def forecast(
@@ -80,13 +80,13 @@ def forecast(
     sheet: Device | None = None,
     same: str = "",
 ) -> Forecast:
-    """Forecast the memory and speed of one worker. The range of its speed is for a device with room: see `on_capacity`.
+    """Forecast the memory and speed of one worker. The range of its speed is for a device that it does not fill.
 
     Args:
         capacity_bytes: of one device; None: not known.
         page: where to write the timeline of the step; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
-        same: identifies the step: the last one of this process is followed once; "": any is followed.
+        same: identifies the step; the last step of this process is reused if it has the same identifier; "": never.
 
     Raises:
         UserError: see `forecast_profile`.
@@ -100,10 +100,10 @@ def forecast(
         result = replace(result, data_sheet=sheet.name)
         try:
             result = replace(result, speed=price(step, config, num_workers, sheet))
-        except ConfigError as error:  # the memory is still known
+        except ConfigError as error:  # the memory forecast is still valid
             result = replace(result, no_speed=str(error))
     if page is not None:
-        with suppress(OSError):  # a full disk costs the page, not the forecast
+        with suppress(OSError):  # a full disk loses the page, not the forecast
             device, settings = "GPUs" if cuda else "CPUs", main_settings(config, step.workload.model.description)
             what = {"for": device, "workers": str(num_workers), **settings}
             write_timeline(step.profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
@@ -114,7 +114,7 @@ def price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> S
     """Return the speed of a step, with the model's MFU.
 
     Raises:
-        ConfigError: the device has no figure for it, or it runs operators whose arithmetic nobody knows.
+        ConfigError: the device lacks a figure, or the step has operators without a known FLOP count.
     """
     if step.uncounted:
         on_gpu = {"aten.mkldnn_rnn_layer": "torch.nn.LSTM on a GPU"}
@@ -147,7 +147,7 @@ def price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> S
 
 
 def kinds_of(config: TrialConfig, num_workers: int, sheet: Device) -> list[str]:
-    """Return the kinds of a step whose errors are known, see `Errors`."""
+    """Return the kinds of a step by which `Errors` has errors."""
     kind = "float8" if config.precision.float8 else "compiled" if config.compile else "eager"
     return [kind, *(["several_nodes"] if num_workers > sheet.node_size else [])]
 
@@ -169,7 +169,7 @@ def forecast_step(
 
     Raises:
         ConfigError: the configuration cannot run.
-        NotFollowedError: with what only training does.
+        NotFollowedError: see there.
     """
     check_trial(config, num_workers)
     if cuda and config.sharding.kind == "fsdp1" and config.offload.target is not OffloadTarget.none:
@@ -184,10 +184,10 @@ def forecast_step(
             "sharding.limit_all_gathers=true."
         )
     workload = build_workload(config.model, config.data, config.task)
-    # DDP and FSDP1 put parts of several blocks into one buffer; to compile a block takes as long as to follow fifteen
+    # DDP and FSDP1 put parts of several blocks into one buffer; compiling a block takes as long as following fifteen
     equal = config.sharding.kind in ("fsdp2", "tensor") and not config.compile
     equal &= (config.optimizer.target or "torch.optim.").startswith("torch.optim.")  # others may count parameters
-    equal &= config.task.step is None  # whose parts have blocks of their own
+    equal &= config.task.step is None  # its parts have their own blocks
 
     def follow(stack: Stack | None, blocks: int) -> Step:
         return _follow_rank(config, num_workers, cuda, rank, sheet, traced, stack, blocks)
@@ -199,12 +199,12 @@ def _follow_rank(
     config: TrialConfig, num_workers: int, cuda: bool, rank: int, sheet: Device | None, traced: bool,
     stack: Stack | None, blocks: int,
 ) -> Step:  # fmt: skip
-    """Follow a rank, with all blocks of the model, or with so many of a stack."""
+    """Follow a rank, with all blocks of the model, or only so many of a stack."""
     device = ACCELERATOR if cuda else HOST
     for name in ("torch._subclasses.fake_tensor", "torch._higher_order_ops.wrap", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is raised, too, or is of no GPU here
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they log what is also raised, or that there is no GPU
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run
+        warnings.simplefilter("ignore")  # about speed and strides, which do not matter here
         workload = build_workload(config.model, config.data, config.task)
         parallel = build_parallel(as_forecast(config), ranks)
         try:
@@ -243,7 +243,7 @@ def _follow(
     trace = StepTrace(HOST if cuda else None)
     buffers = partial(buffer_bytes, sheet) if cuda else None
     with torch.device("meta"):
-        fake_microbatches(workload, config, dims)  # what has to be read for them is read before tensors are fake
+        fake_microbatches(workload, config, dims)  # read their files before tensors are fake
     with ExitStack() as fake:
 
         def make_fake(model: nn.Module) -> None:
@@ -259,7 +259,7 @@ def _follow(
         model = without_values(workload.model.build, config.training.seed)
         if stack is not None:
             keep_first(model, stack, blocks)
-        held = () if parallel.is_sharded else held_parameters(model)  # else refused below
+        held = () if parallel.is_sharded else held_parameters(model)  # otherwise refused below
         for name, holder in held:
             raise NotFollowedError(
                 f"a forecast cannot follow {holder}, which holds the parameter {name}; look it up where it is used, as "
@@ -299,11 +299,11 @@ def as_forecast(config: TrialConfig) -> TrialConfig:
 
 
 def _replace(model: nn.Module, home: torch.device, device: torch.device) -> None:
-    """Replace the parameters of a model by empty ones on `home`, and its buffers on `device`; what is tied stays so."""
+    """Replace a model's parameters by empty ones on `home`, its buffers by empty ones on `device`; keep ties."""
     holders, made = parameter_holders(model), set[int]()
 
     def fresh(old: Tensor) -> Tensor:
-        """Return the tensor itself if it was replaced: a tied DTensor is met again, with storage of its own."""
+        """Return a tensor itself if it is a replacement: a tied DTensor comes twice, then with new storage."""
         if id(old) in made and not old.is_meta:
             return old
         if old.is_meta:
@@ -317,7 +317,7 @@ def _replace(model: nn.Module, home: torch.device, device: torch.device) -> None
 def fresh_tensor(old: Tensor, device: torch.device) -> Tensor:
     """Return an empty tensor like another one.
 
-    It is created again: a fake tensor made from another one stays tied to it, and could not replace it.
+    It is created anew: a fake tensor made from another one keeps a reference to it, and could not replace it.
     """
     if not isinstance(old, DTensor):
         return torch.empty(old.shape, dtype=old.dtype, device=device)

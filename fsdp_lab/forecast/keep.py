@@ -1,4 +1,4 @@
-"""`forecast.keep`: selects the settings of a sweep that are promising enough to be measured. Imports no torch."""
+"""`forecast.keep`: selects the settings of a sweep to measure, by predicted speed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def predicted(speed: Speed) -> Predicted:
 
 
 def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
-    """Return an identifier of the group in which the error of ratios is known: see docs/forecast.md."""
+    """Return an identifier of a group of steps: within it the error of ratios is known, see docs/forecast.md."""
     known = forecast_settings(config, num_workers).items()
     what = {name: value for name, value in known if name.partition(".")[0] in ("model", "data")}
     network = device.network_gbit if num_workers > device.node_size else None
@@ -38,7 +38,7 @@ def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
 
 
 def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
-    """Return how a step differs from those that an error is known for, in words.
+    """Return text on how a step differs from the steps with a known error.
 
     Those are the steps of experiments/published, and on a CPU those of its probe.
     """
@@ -61,14 +61,14 @@ def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
 def passed_over(
     forecasts: Mapping[int, Forecast], settings: Mapping[int, str], keep: str, recommended: Collection[str] = ()
 ) -> tuple[dict[int, Reason], str]:
-    """Return the trials of one number of workers that `forecast.keep` need not measure and why, or why it skips none.
+    """Return the trials of one number of workers that `forecast.keep` skips, with reasons; or why it skips none.
 
     It keeps:
 
     - the requested number of settings with the fastest predictions
     - others that may be as fast as the last of them, by the errors of predictions
-    - the fastest of each global batch size, because samples may teach differently between these
-    - the setting that a forecast recommends, which may be slower but smaller
+    - the fastest of each global batch size, because the batch size may change the loss
+    - the setting that the forecast recommends, which may be slower but smaller
     - settings without a prediction
 
     A setting that is unsure to fit does not count towards the number if another fits; it is kept in addition if it may
@@ -83,7 +83,7 @@ def passed_over(
     able = {n: f for n, f in forecasts.items() if f.fits is not False or f.unsure}
     known = {n: predicted(f.speed) for n, f in able.items() if f.speed is not None}
     counted = {n: one for n, one in known.items() if forecasts[n].fits is not False} or known
-    # one of each setting, the fastest first; where nothing fits, of what is unsure
+    # one trial per setting, the fastest first; if nothing fits, those that are unsure
     ranked = sorted({settings[n]: one for n, one in counted.items()}.values(), key=lambda one: -one.interval.value)
     wanted = number_kept(keep, len(ranked))
     of_batch = {one.samples: one.interval.value for one in reversed(ranked)}
@@ -102,7 +102,7 @@ def passed_over(
 
 
 def number_kept(keep: str, settings: int) -> int:
-    """Return how many settings `forecast.keep` stands for; at least one.
+    """Return the number of settings that `forecast.keep` means; at least one.
 
     Args:
         keep: a number, or a share such as `20%`.

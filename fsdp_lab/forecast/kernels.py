@@ -1,7 +1,7 @@
-"""The kernels of a GPU that keep other tensors for the backward pass than a CPU's, in a forecast that runs on a CPU.
+"""GPU kernels that keep other tensors for the backward pass than CPU kernels do, in a forecast that runs on a CPU.
 
-PyTorch picks a kernel by the device of its arguments, and a forecast's GPU is a CPU to PyTorch; so the choice of an
-NVIDIA GPU since Ampere (sm80) is made here.
+PyTorch picks a kernel by the device of its arguments, which in a forecast is a CPU. So this module picks the kernels of
+an NVIDIA GPU since Ampere (sm80).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp_lab.forecast.torch_private import (
 )
 from fsdp_lab.memory.torch_private import TorchDispatchMode
 
-_AGGREGATES_IN = torch.float32  # of a GPU's kernels, whose input is in a half
+_AGGREGATES_IN = torch.float32  # of GPU kernels with input in half precision
 _FLASH_SEED = 6  # which of the results of flash attention
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _SUM = torch.ops.aten.sum.dim_IntList
@@ -44,11 +44,11 @@ _EFFICIENT_ALIGNMENT = 4  # of the head size in float32; others take the plain p
 
 @contextmanager
 def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
-    """Let operators keep the tensors that they keep on a GPU, and `"cuda"` be the GPU that is forecast.
+    """Make operators keep the tensors that they keep on a GPU, and make `"cuda"` the GPU of the forecast.
 
     Args:
         sheet: of the GPU; None: an H100.
-        on_kernel: called with the name, the inputs and the outputs of a kernel that is not called here.
+        on_kernel: called with the name, the inputs and the outputs of a kernel that does not run here.
     """
     rms_norm = F.rms_norm
 
@@ -57,7 +57,7 @@ def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name,
     ) -> Tensor:
         if torch.is_autocast_enabled("cpu") and is_autocast_on_cuda("rms_norm") and not torch.compiler.is_compiling():
             input, weight = input.float(), None if weight is None else weight.float()
-        # the fused kernel takes one type only, and the compiler makes its own
+        # the fused kernel requires one type, and the compiler generates its own
         if torch.compiler.is_compiling() or (weight is not None and weight.dtype is not input.dtype):
             return rms_norm(input, list(normalized_shape), weight, eps)
         if not isinstance(input, DTensor):
@@ -77,7 +77,7 @@ def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name,
 
 
 def _names_of(function: Any) -> list[tuple[ModuleType, str]]:
-    """Return the modules that have one of PyTorch's functions, and its name there: `from ... import` makes more."""
+    """Return the modules that hold a PyTorch function, and its name there; `from ... import` adds more of them."""
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     outside = [m for m in modules if m is F or m.__name__.partition(".")[0] != "torch"]
     return [(m, name) for m in outside for name, value in list(vars(m).items()) if value is function]
@@ -95,11 +95,11 @@ def _attention(
 ) -> Tensor:
     """Compute attention with the kernel that a GPU would choose.
 
-    A kernel that `torch.nn.attention.sdpa_kernel` excludes is passed over.
+    A kernel that `torch.nn.attention.sdpa_kernel` excludes is skipped.
 
     - Flash attention: half precision without a mask, with an output in the layout of the query. cuDNN's attention,
       which some versions prefer, keeps the same tensors.
-    - Memory-efficient attention: its output lies in memory as (batch, sequence, heads, head size). A model that
+    - Memory-efficient attention: the memory layout of its output is (batch, sequence, heads, head size). A model that
       flattens it in another order makes a copy, and keeps both.
     - The plain path, which keeps the scores.
     """
@@ -124,12 +124,12 @@ def _attention(
 
 @torch.compiler.assume_constant_result
 def _allowed() -> tuple[bool, bool]:
-    """Return whether flash attention, or cuDNN's, and memory-efficient attention are not excluded."""
+    """Return two flags: flash or cuDNN attention is allowed, and memory-efficient attention is allowed."""
     return backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled(), backends.mem_efficient_sdp_enabled()
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """The tensors of the CUDA kernel: it keeps the input, the weight and one number a row, a CPU keeps its steps."""
+    """The tensors of the CUDA kernel, which keeps the input, the weight and one number per row."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -151,7 +151,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _ResultsOfGpu(TorchDispatchMode):
-    """Results whose type or size differs between a CPU and a GPU, in a step that is not compiled.
+    """Corrects results with another type or size on a GPU than on a CPU, in a step that is not compiled.
 
     Args:
         cudnn_attention: PyTorch prefers cuDNN's attention to FlashAttention, as it does since Hopper.
@@ -177,10 +177,10 @@ class _ResultsOfGpu(TorchDispatchMode):
 
 
 def buffer_bytes(sheet: Device | None, func: Any, args: Sequence[Any]) -> int:
-    """Return the bytes of the buffer that an operator's kernel asks for while it runs; 0 if it needs none.
+    """Return the bytes of the buffer that an operator's kernel allocates while it runs; 0 if it needs none.
 
-    Attention's is cuDNN's: `tests/forecast/attention_buffers.csv` has those that an H200 asked for, with PyTorch 2.11
-    and cuDNN 9.19. FlashAttention-2 asks for as much but for rounding. Buffers of convolutions are not known.
+    For attention it is cuDNN's. `tests/forecast/attention_buffers.csv` has the buffers on an H200, with PyTorch 2.11
+    and cuDNN 9.19. FlashAttention-2 allocates as much, up to rounding. Buffers of convolutions are not known.
     """
     if func is flash_attention_backward.default:
         query, key = args[1], args[2]
@@ -194,10 +194,10 @@ def buffer_bytes(sheet: Device | None, func: Any, args: Sequence[Any]) -> int:
 
 
 def _column_sum_bytes(num_cores: int, matrix: Tensor, dims: Sequence[int]) -> int:
-    """Return the buffer in which thread blocks leave their parts of a sum of rows, such as the gradient of a bias.
+    """Return the bytes for the partial sums of thread blocks in a sum of rows, such as the gradient of a bias.
 
-    As PyTorch divides it (`setReduceConfig` in ATen/native/cuda/Reduce.cuh): 512 threads a block at most, four columns
-    a thread, and 2,048 threads a multiprocessor (fewer on GPUs for graphics). Only of matrices that lie row by row.
+    PyTorch divides it (`setReduceConfig` in ATen/native/cuda/Reduce.cuh) into at most 512 threads per block, four
+    columns per thread, and 2,048 threads per multiprocessor (fewer on graphics GPUs). Only for row-major matrices.
     """
     columns = matrix.shape[-1]
     if not matrix.is_contiguous() or list(dims) != list(range(matrix.dim() - 1)) or columns % 4 or columns < 4:
@@ -207,13 +207,13 @@ def _column_sum_bytes(num_cores: int, matrix: Tensor, dims: Sequence[int]) -> in
     height = min(height, threads // width)
     width = min(_power(vectors, threads), threads // height)
     if rows < min(height * 16, 256):
-        return 0  # a warp sums its columns alone
+        return 0  # one warp sums its columns
     each, blocks = -(-rows // height), -(-vectors // width)
     wanted = num_cores * (2048 // (width * height))
     if each < 256 or blocks > wanted:
-        return 0  # a block does
+        return 0  # one block sums them
     parts = max(min(-(-wanted // blocks), -(-each // 16)), -(-each // 256))
-    return 4 * columns * parts * width * 4 + 4 * blocks if parts > 1 else 0  # with a counter for each block
+    return 4 * columns * parts * width * 4 + 4 * blocks if parts > 1 else 0  # plus a counter per block
 
 
 def _power(number: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""The finished trials of each device, on disk, by which later forecasts are corrected. Imports no torch."""
+"""The finished trials of each device on disk; they correct later forecasts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fsdp_lab.storage.files import read_object, write_json
 from fsdp_lab.storage.locks import exclusive
 
 _FOLDER = Path("outputs/devices/trials")
-_MOST = 500  # that are kept of a device, the newest
-_WAIT_S = 10.0  # for another sweep that writes
+_MOST = 500  # newest trials that are kept per device
+_WAIT_S = 10.0  # to wait for another sweep that writes
 
 
 def observations_file(device: str) -> Path:
@@ -40,7 +40,7 @@ def record_observation(device: str, name: str, one: Observation) -> None:
 
 
 def read_observations(device: str, torch: str, digest: str) -> list[Observation]:
-    """Return the finished trials of a device with this version of PyTorch, that were predicted by these figures."""
+    """Return the finished trials of a device with this version of PyTorch whose predictions used these figures."""
     observations = []
     for row in _content(observations_file(device)).values():
         try:

@@ -1,4 +1,4 @@
-"""What PyTorch says when a GPU's memory ran out, and what a forecast knows of it. Imports no torch."""
+"""Reads PyTorch's out-of-memory errors, and finds the failed allocation in a forecast. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_lab.memory.profile import Event, Profile
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = r"(\d+(?:\.\d+)? (?:bytes|[KMGT]iB))"
-# Of PyTorch 0.4 to 2.0, and from 2.1 on; what one lacks is None.
+# Texts of PyTorch 0.4 to 2.0, and from 2.1 on; None: the value is missing.
 _FORMS = {
     "asked": rf"Tried to allocate {_SIZE}",
     "capacity": rf"{_SIZE} total capacity|total capac?i?ty of {_SIZE}",
@@ -32,7 +32,7 @@ _FORMS = {
 _BEGIN = r"out of memory\. Tried to allocate"
 _END = r"cached\)|reserved in total by PyTorch|reserved by PyTorch but unallocated"
 FIRST = "first step of the optimizer"  # a phase
-WORKING = "forecasting "  # the line about what takes long, which is no part of an explanation
+WORKING = "forecasting "  # the progress line, which is no part of an explanation
 _LONGEST = 450  # characters of a message, without the advice at its end
 
 
@@ -51,14 +51,14 @@ class Shortage:
     """An allocation that failed.
 
     Attributes:
-        asked: bytes; by a message those of the segment that the allocator wanted, by a snapshot those of the tensor.
-        capacity: of the GPU; None: not known, as of each that follows.
+        asked: bytes; in a message those of the allocator's segment, in a snapshot those of the tensor.
+        capacity: of the GPU; None, here and below: not known.
         free: of the GPU.
         allocated: by PyTorch, in tensors.
         cached: by PyTorch, reserved and in no tensor.
-        others: taken on the GPU by all but PyTorch.
+        others: bytes on the GPU outside of PyTorch.
         is_segment: whether `asked` is of a segment.
-        largest: of a snapshot the sizes of the largest tensors.
+        largest: the sizes of the largest tensors; only in a snapshot.
     """
 
     asked: Printed
@@ -72,12 +72,12 @@ class Shortage:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is a segment that tensors below 10 MiB share: its size tells none of them."""
+        """Whether it is a segment that tensors below 10 MiB share: its size identifies none of them."""
         return self.is_segment and self.asked.num_bytes in (SMALL_SEGMENT, LARGE_SEGMENT)
 
     @property
     def pages_would_do(self) -> bool | None:
-        """Whether what is free and cached is enough, had the allocator cut it into pages; None: not known."""
+        """Whether free and cached memory together would suffice with expandable segments; None: not known."""
         if self.free is None or self.cached is None:
             return None
         return self.free + self.cached >= self.asked.num_bytes
@@ -118,7 +118,7 @@ def _printed(text: str) -> Printed:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads lists, dictionaries, numbers and text: whatever else a file names is refused before it is called."""
+    """Unpickles only lists, dictionaries, numbers and text; rejects every other name before it is called."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot has numbers and text only")
@@ -141,7 +141,7 @@ def read_snapshot(path: Path) -> Shortage:
             return _of_snapshot([one for one in content["segments"] if one["device"] == failed[0]], failed[1])
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 (a damaged pickle raises whatever its bytes lead to)
+    except Exception as error:  # noqa: BLE001 (a damaged pickle may raise anything)
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{path} is no snapshot of PyTorch's allocator ({why}).") from None
     raise UserError(f"{path} has no allocation that failed; record the history until the error, then write it.")
@@ -160,10 +160,10 @@ def _of_snapshot(segments: list[Any], failed: Any) -> Shortage:
 
 
 class Asking(NamedTuple):
-    """A tensor of a forecast step that takes as much as was asked for.
+    """A tensor of a forecast step with the size of the failed allocation.
 
     Attributes:
-        held: category -> bytes of the device at that moment, with the tensor.
+        held: category -> bytes on the device at that moment, including the tensor.
         alike: how many such tensors the step allocates.
     """
 
@@ -173,10 +173,10 @@ class Asking(NamedTuple):
 
 
 def who_asked(profile: Profile, shortage: Shortage) -> Asking | None:
-    """Return the allocation of a step that failed, as far as its size tells; None: no tensor has it.
+    """Return the tensor of a step that most likely failed, by its size; None: no tensor has that size.
 
-    Of several it is the one at which the step holds nearest to what PyTorch held; if that is not known, the most. The
-    optimizer's states are allocated by its first step, beside gradients as large as the parameters.
+    Of several, it is the one at which the step's memory is closest to what PyTorch held; if that is not known, the one
+    with the most memory. The optimizer's first step allocates its states while gradients exist.
     """
     known, found = dict[int, int](), list[tuple[float, Event, dict[str, int]]]()
     for place, (event, (sums, _)) in enumerate(zip(profile.events, profile.states(), strict=True)):
@@ -198,7 +198,7 @@ def who_asked(profile: Profile, shortage: Shortage) -> Asking | None:
 
 
 def smaller_settings(config: SweepConfig, samples_per_worker: int) -> Iterator[list[str]]:
-    """Yield overrides that need less memory and train the same, one change or two at a time.
+    """Yield overrides that need less memory and train the same, with one or two changes each.
 
     Args:
         samples_per_worker: in a step.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOT, NO_UNIT = "<root>", "-"
 OPERATIONS = {Kind.gather: "all_gather", Kind.scatter: "reduce_scatter", Kind.reduce: "all_reduce"}
 _LARGEST = 5
-_BEFORE = ("param", "optimizer", "buffer", "input")  # categories of what is there before the step
+_BEFORE = ("param", "optimizer", "buffer", "input")  # categories that exist before the step
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Sent:
     """Equal collectives of a phase.
 
     Attributes:
-        unit: whose; of an activation the module; `-`: neither.
-        bytes: of one, which all its ranks hold together.
+        unit: the unit, or the module of an activation; `-`: neither.
+        bytes: of one collective, over all its ranks.
         group: the ranks: `0-7`, or `0-56:8` for every eighth.
     """
 
@@ -55,7 +55,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Highest:
-    """The peak of a place: its bytes, and when, as "in forward of head"."""
+    """The peak of a place: its bytes, and when it occurs, such as "in forward of head"."""
 
     place: str
     bytes: int
@@ -88,9 +88,9 @@ class StepPlan:
 
     Attributes:
         setting: the values of the swept keys; "": there is one setting.
-        device: `cuda`, `cpu`, or the name of a device.
-        units: equal ones as one; `*` in their names stands for any number.
-        collectives: in the order of the first of each.
+        device: `cuda`, `cpu`, or the name of a data sheet.
+        units: equal ones in one row; `*` in a name stands for any number.
+        collectives: in the order of their first occurrence.
         time: None: no device was named, or see `no_time`.
     """
 
@@ -108,7 +108,7 @@ class StepPlan:
 
 
 def request_of(config: SweepConfig) -> Request:
-    """Return what to follow for a plan: the same on every machine. Without a device it is for GPUs."""
+    """Return the request for a plan, which is the same on every machine. Without a device it is for GPUs."""
     if config.forecast.device == "auto":
         config = replace(config, forecast=replace(config.forecast, device="cuda"))
     return Request(config, workers_of(config), for_cuda(config), None, sheet=data_sheet(config))
@@ -130,21 +130,21 @@ def make_plan(request: Request, setting: str = "") -> StepPlan:
         return plan
     try:
         speed = price(step, config, request.num_workers, sheet)
-    except UserError as error:  # the rest is still known
+    except UserError as error:  # the rest is still valid
         return replace(plan, no_time=str(error))
     ms = (float(f"{seconds * 1e3:.4g}") for seconds in (speed.step_s, speed.low_s, speed.high_s))
     return replace(plan, time=Time(*ms))
 
 
 def answer(question: tuple[Request, str]) -> StepPlan | UserError:
-    """Make a plan in a process of a pool; return why there is none."""
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # no context on a GPU of those who train
+    """Make a plan in a process of a pool, or return why there is none."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # no context on a GPU that trains
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         return make_plan(*question)
     except UserError as error:
         return UserError(str(error))
-    except Exception as error:  # noqa: BLE001 - printed; the others go on
+    except Exception as error:  # noqa: BLE001 - printed; the others continue
         traceback.print_exception(error)
         return UserError(f"{type(error).__name__}: {error}")
 
@@ -211,7 +211,7 @@ def _add_peak(plan: StepPlan, profile: Profile, place: str, peak: Peak, labels: 
     if peak.index < profile.begun:
         where = "before the step"
     elif event.storage in held and (held[event.storage].category, owners[event.storage]) == ("reduce_scatter", ROOT):
-        where = "at the end of backward"  # where the root is reduced, whichever module is at work
+        where = "at the end of backward"  # the root is reduced here, whatever module is active
     plan.peaks.append(Highest(place, peak.total, where))
     for category in CATEGORIES:
         if some := [number for number in by_size if held[number].category == category]:
@@ -223,7 +223,7 @@ def _add_peak(plan: StepPlan, profile: Profile, place: str, peak: Peak, labels: 
 
 
 def _held_at(profile: Profile, index: int, place: str) -> dict[int, Held]:
-    """Return what a place holds after an event, by storage; what is new as what it is for a moment later."""
+    """Return what a place holds after an event, by storage; a new storage with the category it gets a moment later."""
     _, alive = next(islice(profile.states(place), index, None))
     held = dict(alive)
     for event in reversed(profile.events[index + 1 :]):  # the first one after it counts
@@ -233,10 +233,10 @@ def _held_at(profile: Profile, index: int, place: str) -> dict[int, Held]:
 
 
 def _owner(held: Held, labels: Mapping[str, str], collectives: Sequence[Sent]) -> str:
-    """Return the unit of a tensor: the one that sends so many bytes, or the innermost around the module."""
+    """Return the unit of a tensor: the one with a collective of that many bytes, or the innermost around the module."""
     if not held.module and held.category in _BEFORE:
         return NO_UNIT
-    for one in collectives:  # of categories that are called as the operation
+    for one in collectives:  # of the category named like the operation
         if (one.operation, one.bytes) == (held.category, held.num_bytes):
             return one.unit
     around = [name for name in labels if any(f"{held.module}.".startswith(f"{m}.") for m in name.split(", "))]

@@ -1,4 +1,4 @@
-"""The file that keeps the plans of steps, made for diffs, and what has changed between two. Imports no torch."""
+"""The file with the plans of steps, formatted for diffs, and the comparison of two files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fsdp_lab.storage.files import read_object, write_text
 from fsdp_lab.training.layout import Unit
 
 SCHEMA = 1
-# Relative changes that are none: of the peak, of the bytes of collectives and of units, of FLOPs, which are exact; and
-# of the predicted time, which changes with the figures of a device.
+# Relative changes to ignore. Peak, bytes of collectives and of units, and FLOPs are exact. The predicted time changes
+# with the figures of a device.
 TOLERANCES = {"plan.peak": 0.0, "plan.sent": 0.0, "plan.units": 0.0, "plan.flops": 0.0, "plan.step": 0.01}
 _REMEDY = "restore it from the repository, or write it again with lock={file}"
-# The lines that a tolerance may change without a sum that does.
+# The lines that a tolerance allows to change if no sum changes.
 _COVERED = {
     "plan.peak": ("peaks", "categories", "largest"), "plan.sent": ("collectives",), "plan.units": ("units",),
     "plan.flops": ("flops",), "plan.step": ("time", "no_time"),
 }  # fmt: skip
-_EXPLAINED = 0.8  # the share of a peak's change that the categories named explain
-_OF_NO_UNIT = ("activation", "temp", "input")  # what no unit gathers or reduces
+_EXPLAINED = 0.8  # the named categories explain at least this share of a peak's change
+_OF_NO_UNIT = ("activation", "temp", "input")  # categories that no unit gathers or reduces
 _LARGEST = 2.0**63  # of a figure
-_CAUSES = 3  # named of a change
+_CAUSES = 3  # causes to name per change
 _SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
@@ -55,7 +55,7 @@ def lock_of(plans: list[StepPlan], overrides: list[str], multirun: bool) -> Lock
 
 
 class Change(NamedTuple):
-    """Something that differs: by how many bytes of a step, by what share, and why."""
+    """A difference: its bytes per step, its share, and the cause."""
 
     bytes: float
     relative: float
@@ -68,7 +68,7 @@ def write_lock(file: Path, lock: Lock) -> None:
 
 
 def _lines(value: Any, indent: int = 0) -> str:
-    """Return JSON in which only a list, and what holds one, takes several lines."""
+    """Return JSON in which only lists, and objects with lists, use several lines."""
     items = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     if not items or not (isinstance(value, list) or any(isinstance(one, list) for one in items)):
         return json.dumps(value, ensure_ascii=False)
@@ -115,12 +115,12 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _version(text: str) -> list[int]:
-    """Return the numbers of a version; what is none is newer than all."""
+    """Return the numbers of a version; text that is no version counts as newer than all."""
     return [int(part) for part in text.split(".") if part.isdecimal()] or [sys.maxsize]
 
 
 def origins(before: Lock, after: Lock) -> list[str]:
-    """Return how the overrides and the versions of two locks differ."""
+    """Return the differences between the overrides and versions of two locks."""
     old, new = ({key_of(word): word.partition("=")[2] for word in lock.overrides} for lock in (before, after))
     old |= {"torch": before.torch, "fsdp_lab": before.fsdp_lab}
     new |= {"torch": after.torch, "fsdp_lab": after.fsdp_lab}
@@ -130,7 +130,7 @@ def origins(before: Lock, after: Lock) -> list[str]:
 
 
 def changes(before: Lock, after: Lock, allowed: Mapping[str, float] = TOLERANCES) -> list[str]:
-    """Return what has changed and why, a line each, the largest first: by bytes, then by shares.
+    """Return one line per change with its cause, the largest first: by bytes, then by shares.
 
     Args:
         allowed: see `TOLERANCES`.
@@ -214,7 +214,7 @@ def _why(was: Unit, now: Unit, what: str) -> str:
 
 
 def _sent_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator[Change]:
-    """Yield changes of the collectives of a phase, with the units that they come from."""
+    """Yield changes of the collectives of a phase, with the units that cause them."""
     old, new = (_by(plan.collectives, lambda one: (one.phase, one.operation)) for plan in (before, after))
     for phase, operation in dict.fromkeys([*old, *new]):
         was, now = (one.get((phase, operation), []) for one in (old, new))
@@ -361,7 +361,7 @@ def size_text(size: float) -> str:
 
 
 def _pair(was: float, now: float) -> str:
-    """Return text such as `436 → 872 MiB`, in bytes where that would show no difference."""
+    """Return text such as `436 → 872 MiB`; in bytes if that shows no difference."""
     unit, by = _scale(max(was, now))
     old, new = (significant(size / by) for size in (was, now))
     if was == now:

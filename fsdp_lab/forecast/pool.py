@@ -16,19 +16,19 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 _START = "import sys; _, end, *sys.path = sys.argv; from fsdp_lab.forecast.pool import serve; serve(int(end))"
-_END_S = 5.0  # for a process that was killed, to be gone
+_END_S = 5.0  # for a killed process to end
 
 
 class NoAnswerError(Exception):
-    """What happened to the process with the question: the end of a sentence that begins with "its process"."""
+    """What happened to the process with the question: text to follow "its process"."""
 
 
 class Pool:
     """Calls `answer(question)` in its own processes. Use it as a context, which kills them at its end.
 
     A process starts when it is needed and serves until one of its answers fails. It ends with this process, however
-    this ends. A future raises `NoAnswerError` if its process died, did not start or exceeded the limit; other questions
-    are not affected.
+    this one ends. A future raises `NoAnswerError` if its process died, did not start or exceeded the limit; other
+    questions are not affected.
     """
 
     def __init__(self, answer: Callable[[Any], Any], num_processes: int, limit_s: float) -> None:
@@ -36,7 +36,7 @@ class Pool:
 
         Args:
             answer: a function of a module, which handles its own errors.
-            num_processes: at most.
+            num_processes: the most processes.
             limit_s: seconds for each answer, including imports.
         """
         self._answer, self._limit_s = answer, limit_s
@@ -86,15 +86,15 @@ class Pool:
 class _Child:
     """A process, and our end of the pipe to it.
 
-    Not one of `multiprocessing`, which runs the caller's script again in each process: a script or a notebook that
-    forecasts would need a guard for that.
+    `multiprocessing` would run the caller's script again in each process, so a script that forecasts would need a
+    guard.
     """
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         end = str(theirs.fileno())
         command = [sys.executable, "-c", _START, end, *(path or os.getcwd() for path in sys.path)]
-        # Ctrl-C is the parent's. A process inherits what its starter blocks: it cannot say so itself early enough.
+        # The parent handles Ctrl-C. A process inherits blocked signals: it could not block them early enough itself.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(command, pass_fds=[int(end)])
@@ -102,8 +102,8 @@ class _Child:
             raise NoAnswerError(f"did not start ({error})") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            theirs.close()  # so that its end is the end of the pipe
-        with suppress(OSError):  # it has ended, which `ask` notices
+            theirs.close()  # so that the pipe closes when the process ends
+        with suppress(OSError):  # it has ended; `ask` notices that
             self._pipe.send(answer)
 
     def ask(self, question: Any, limit_s: float) -> Any:
@@ -135,10 +135,10 @@ def _how(exit_code: int | None) -> str:
 
 
 def serve(end: int) -> None:
-    """Answer the questions that come through a pipe, and end with the process that asks them.
+    """Answer questions from a pipe, and end with the process that asks them.
 
     Args:
-        end: of the pipe, a file descriptor. First comes the function that answers.
+        end: of the pipe, a file descriptor. The first message is the function that answers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(end)

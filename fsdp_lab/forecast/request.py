@@ -24,7 +24,7 @@ class Request:
         page: where to write its timeline; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
         host: of the device.
-        per_worker: the samples of a worker were typed, not those of all (`${per_worker:N}`).
+        per_worker: the user typed the samples of a worker (`${per_worker:N}`), not the global batch size.
     """
 
     config: SweepConfig
@@ -38,7 +38,7 @@ class Request:
 
     @staticmethod
     def of(config: SweepConfig, num_workers: int, page: Path | None = None, per_worker: bool = False) -> Request:
-        """Return a request outside of a sweep, whose device is corrected by finished trials."""
+        """Return a request outside of a sweep. Finished trials correct its device."""
         cuda = for_cuda(config)
         sheet = refined(data_sheet(config), config, num_workers)
         host = host_of(num_workers, sheet, cuda and is_here(config))
@@ -46,7 +46,7 @@ class Request:
 
     @property
     def node_size(self) -> int:
-        """The devices of a node; all, where that is not known."""
+        """The devices of a node; all devices if that is not known."""
         return self.sheet.node_size if self.sheet else self.config.cluster.gpus_per_node or sys.maxsize
 
     @property
@@ -55,19 +55,19 @@ class Request:
         return self.config.training.global_batch_size // Ranks.of(self.config.sharding, self.num_workers).dp
 
     def weigh(self, forecast: Forecast) -> Forecast:
-        """Return a forecast that this request may share with others, on its own device."""
+        """Return a forecast, which other requests may share, for this request's own device."""
         return on_capacity(on_host(forecast, self.config), self.capacity_bytes, self.host)
 
     @property
     def step(self) -> str:
-        """An identifier that is equal for requests with the same step, which devices with the same kernels share."""
+        """An identifier of the step; devices with the same kernels share it."""
         config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
         kernels = self.sheet.kernels if self.sheet else None
         return json.dumps([forecast_settings(config, self.num_workers), self.cuda, kernels], sort_keys=True)
 
     @property
     def key(self) -> str:
-        """An identifier that is equal for requests with the same answer. On a CPU offloading makes no difference."""
+        """An identifier of the answer. On a CPU, offloading makes no difference."""
         asks = self.config.forecast.solve
         solves = [asks.name, self.capacity_bytes, self.per_worker] if asks else []
         return json.dumps([self.step, solves, repr(self.sheet)])

@@ -18,9 +18,9 @@ from fsdp_lab.forecast.request import Request
 from fsdp_lab.machine.hardware import num_cpus
 
 LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model here takes some ten seconds
-_A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
-SPEAK_S = 15.0  # how often one who waits hears how far it is
-_LOOK_S = 0.5  # how often a wish to stop is looked at
+_A_PROCESS = 4  # forecasts per process: its import of PyTorch takes as long as four small forecasts
+SPEAK_S = 15.0  # seconds between two reports of progress
+_LOOK_S = 0.5  # seconds between two checks of `stop`
 
 
 def forecast_one(request: Request) -> Forecast:
@@ -68,13 +68,13 @@ def forecast_all(
 
     try:
         _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
-        # A process dies most likely because memory ran out: what it was asked is tried once more, alone.
+        # A process most likely dies because memory ran out: its forecast is retried once, without others.
         for key in [key for key, forecast in made.items() if forecast.error and forecast.error.code == "lost"]:
             _in_pool({key: distinct[key]}, 1, note, stop)
     except KeyboardInterrupt:
         if not made:
             raise
-    # the capacity is no part of what is shared, unless `forecast.solve` asks for more
+    # requests with other capacities share a forecast, unless `forecast.solve` needs the capacity
     return [r.weigh(made[r.key]) if r.key in made else _without(r, NoForecast("cancelled")) for r in requests]
 
 
@@ -131,7 +131,7 @@ def _raised(code: Literal["model_error", "user_error", "not_followed", "error"],
 
 
 class Background:
-    """`forecast_all` in a thread, while other work continues. Use it as a context: leaving it ends the forecasts."""
+    """Runs `forecast_all` in a thread. Use it as a context: leaving it ends the forecasts."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
@@ -160,7 +160,7 @@ class Background:
             on_wait(*self._progress)
         try:
             return self._made.result()
-        except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
+        except Exception as error:  # noqa: BLE001 - a failed forecast must not fail the sweep
             return [_without(request, _raised("error", error)) for request in self._requests]
 
 
@@ -182,9 +182,9 @@ def _answer_all(requests: Sequence[Request]) -> list[Forecast]:
 
 
 def _answer(request: Request) -> Forecast:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context here would take memory from those who train
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CUDA context here would take memory from training
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are of a step that does not run
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings about a step that does not run
     try:
         return _forecast(request)
     except UserError as error:
@@ -192,8 +192,8 @@ def _answer(request: Request) -> Forecast:
 
         not_followed, of_model = isinstance(error, NotFollowedError), isinstance(error, ModelError)
         raised = _raised("not_followed" if not_followed else "model_error" if of_model else "user_error", error)
-        trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # else the message says it all
+        trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # otherwise the message is enough
         return _without(request, raised, trace)
-    except Exception as error:  # noqa: BLE001 - told in the table; the others go on
+    except Exception as error:  # noqa: BLE001 - shown in the table; the others continue
         traceback.print_exception(error)
         return _without(request, _raised("error", error))

@@ -1,4 +1,4 @@
-"""The speed of all workers and of each, by the number of workers. Imports no torch."""
+"""Total speed and speed per worker, by the number of workers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsdp_lab.forecast.table import Row
 
 @dataclass(frozen=True)
 class Series:
-    """The recommended settings of several numbers of workers, the fewest first, whose speeds are compared.
+    """The recommended settings for several numbers of workers, the fewest first, to compare their speeds.
 
     Attributes:
-        names: of the settings; each "" if they are one.
-        others: what else was varied, and has one value here.
-        enough: more workers bring no more total speed; None: the most are the fastest.
+        names: of the settings; each "" if all are the same.
+        others: the other swept keys, which have one value here.
+        enough: the number of workers above which the total speed does not grow; None: the most are the fastest.
     """
 
     rows: list[Row]
@@ -26,7 +26,7 @@ class Series:
 
     @property
     def microbatches(self) -> list[int]:
-        """Samples that a worker takes at once, the most first; several: the steps are unequal."""
+        """Microbatch sizes, the largest first; several: the steps are unequal."""
         return sorted({row.microbatch for row in self.rows}, reverse=True)
 
 
@@ -42,7 +42,7 @@ def series_of(made: Sequence[ForecastAnswer], tolerance: float) -> list[Series]:
 
 
 def _grouped(able: Sequence[ForecastAnswer], microbatch: bool) -> list[list[ForecastAnswer]]:
-    """Return those with several numbers of workers, and everything else alike."""
+    """Return groups with several numbers of workers and everything else equal."""
     groups: dict[tuple[object, ...], list[ForecastAnswer]] = {}
     for one in able:
         left = {WORKERS, BATCH} if microbatch else {WORKERS}
@@ -58,7 +58,7 @@ def _series(some: Sequence[ForecastAnswer], tolerance: float) -> Series:
     paying = rows[0]
     for row in rows[1:]:
         paying = row if samples_per_s(row) > samples_per_s(paying) * (1 + tolerance) else paying
-    unequal = len({row.microbatch for row in rows}) > 1  # of one batch, which is then named
+    unequal = len({row.microbatch for row in rows}) > 1  # of one batch size, which is then named
     left = {WORKERS} if unequal else {WORKERS, BATCH}
     others = {key: value for key, value in ordered[0].where.items() if key not in left}
     enough = paying.forecast.num_workers if paying is not rows[-1] else None

@@ -1,4 +1,4 @@
-"""What the command prints of forecasts beside their table: what fits, the answers, notes. Imports no torch."""
+"""What the command prints in addition to the table: what fits, the answers, notes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fsdp_lab.forecast.words import say
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.answer import plain_text
 
-_UNSURE = 1e12  # for numbers of workers: above all, and below none
-_MOST_ANSWERS = 3  # of more, only the recommended setting of each is described
+_UNSURE = 1e12  # sorts after all numbers of workers, and before `inf`
+_MOST_ANSWERS = 3  # with more, only the recommended setting of each is described
 
 
 def sentences(
     rows: Sequence[Row], swept: Sequence[str], items: str, made: Sequence[ForecastAnswer], tolerance: float
 ) -> list[str]:
-    """Return what fits, what more workers bring, and the answers, a line each.
+    """Return one line each for what fits, for the effect of more workers, and for the answers.
 
     Args:
         items: the noun for the samples of a batch.
@@ -47,7 +47,7 @@ def sentences(
 
 
 def _solved(rows: Sequence[Row], swept: Sequence[str]) -> list[str]:
-    """Return the best answer to `forecast.solve`, or if nothing fits, that which lacks least."""
+    """Return the best answer to `forecast.solve`; if nothing fits, the one that lacks the least memory."""
     asked = [(row, row.forecast.solved) for row in rows if row.forecast.solved is not None]
     fitting = [(row, found) for row, found in asked if found.value]
     sign = -1 if asked and asked[0][1].name == "batch" else 1
@@ -59,7 +59,7 @@ def _solved(rows: Sequence[Row], swept: Sequence[str]) -> list[str]:
 
 
 def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
-    """Return the settings by the fewest workers that hold them; empty if one number was forecast, or no capacity."""
+    """Return the fewest workers -> the settings that need them; empty for one number of workers or no capacity."""
     if WORKERS not in swept or all(row.forecast.capacity_bytes is None for row in rows):
         return {}
     by_setting: dict[str, list[Forecast]] = {}
@@ -105,13 +105,13 @@ def _notes(request: Request) -> Iterator[str]:
             "precision=float8 without compile=true: one such step was published, and took a third less time and 1.6 "
             "times the memory of its forecast; what is known of float8 is known of compiled steps."
         )
-    # of a GPU without a data sheet no speed is known, and its products are
+    # a GPU without a data sheet has no predicted speed, but known products
     has_tf32 = True if request.sheet is not None and "tfloat32" in request.sheet.peak_flops else None
     yield from notes(request.config, Where(request.cuda, has_tf32))
 
 
 def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str]:
-    """Return overrides that leave more room on a GPU, of keys that are not swept."""
+    """Return overrides that need less memory on a GPU, of keys that are not swept."""
     keeps_all = all(r.config.activation_checkpointing is ActivationCheckpointing.none for r in requests)
     has_several = any(r.samples_per_worker > 1 for r in requests)
     remedies = (
@@ -122,5 +122,5 @@ def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str
 
 
 def allowances_note(forecasts: Sequence[Forecast]) -> str:
-    """Return what `needs` includes besides tensors, in the unit of the table; "" for nothing."""
+    """Return what `needs` includes in addition to tensors, in the unit of the table; "" for nothing."""
     return " ".join(say("allowances", forecasts, *unit_of(forecasts)))

@@ -16,12 +16,12 @@ from fsdp_lab.forecast.capacity import GIB, Forecast, Solved, weigh
 from fsdp_lab.forecast.forecast import forecast, forecast_step
 from fsdp_lab.forecast.request import Request
 
-_MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # where memory does not stop it, the search does
+_MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # limit of the search if memory does not limit it
 _MOST_WORKERS = 2**12
 
 
 def solved(request: Request, made: Forecast) -> Solved | None:
-    """Return the answer to `forecast.solve`, forecast once more; None: not asked, or the capacity is not known.
+    """Return the answer to `forecast.solve`, with its forecast; None: not asked, or the capacity is not known.
 
     Args:
         made: the forecast of the request.
@@ -46,7 +46,7 @@ def solved(request: Request, made: Forecast) -> Solved | None:
 
 
 def _with(request: Request, number: int) -> Request:
-    """Return the request with as many samples at once, or workers, as `forecast.solve` asks for."""
+    """Return the request with this microbatch size or number of workers, as `forecast.solve` requires."""
     config, workers = request.config, request.num_workers
     old = Ranks.of(config.sharding, workers).dp
     if config.forecast.solve is Solve.batch:
@@ -60,7 +60,7 @@ def _with(request: Request, number: int) -> Request:
 
 
 def _typed_gib(num_bytes: int) -> int:
-    """Return the least memory of so many bytes or more that `forecast.capacity_gib` has with two digits."""
+    """Return the bytes rounded up to a `forecast.capacity_gib` with two decimals."""
     hundredths = math.ceil(num_bytes / GIB * 100)
     return next(size for n in (hundredths, hundredths + 1) if (size := int(n / 100 * GIB)) >= num_bytes)
 
@@ -72,12 +72,10 @@ def _sure_bytes(request: Request) -> int:
 
 
 def _largest(room: Callable[[int], int]) -> tuple[int, int]:
-    """Return the most samples that one worker can take at once, 0: not even one fits; and what to forecast.
+    """Return the largest microbatch that fits (0: not even one sample), and the microbatch to forecast.
 
-    One more does not fit. Many more may, where the allocator's cached blocks suit them better: those are not tried.
-
-    The peak grows with the batch in straight pieces, each steeper than the one before: a root finder that draws lines
-    needs few forecasts.
+    One more sample does not fit. A much larger batch may fit the allocator's cached blocks better; that is not tried.
+    The peak is piecewise linear and convex in the batch, so a root finder with secants needs few forecasts.
     """
     from scipy.optimize import brentq  # other forecasts need only PyTorch and torchvision
 
@@ -97,9 +95,9 @@ def _largest(room: Callable[[int], int]) -> tuple[int, int]:
 
 
 def _fewest(room: Callable[[int], int], numbers: list[int]) -> tuple[int, int]:
-    """Return the fewest workers that fit, 0: none of these; and what to forecast.
+    """Return the fewest workers that fit (0: none of these), and the number to forecast.
 
-    Each holds less with more of them. A forecast of many takes longer, so the search begins with few.
+    With more workers each holds less. A forecast of many takes longer, so the search starts with few.
     """
     end = 1
     while end < len(numbers) and room(numbers[end - 1]) < 0:
@@ -109,7 +107,7 @@ def _fewest(room: Callable[[int], int], numbers: list[int]) -> tuple[int, int]:
 
 
 def _numbers(request: Request) -> list[int]:
-    """Return the numbers of workers that the setting allows, the fewest first: above one node, of whole nodes."""
+    """Return the numbers of workers that the setting allows, the fewest first; above one node, only full nodes."""
     most, node = max(_MOST_WORKERS, request.num_workers), request.node_size
 
     def is_allowed(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""A step that a forecast has followed: plain values, and what was trained."""
+"""A step that a forecast has followed: plain values, and the workload."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Step(NamedTuple):
 
     Attributes:
         program: its operators, if it was traced.
-        workload: what was trained.
+        workload: the model, data and task.
         num_params: of the whole model, and of the rank's part.
         num_trained: of the rank's part, those that get gradients.
         layout: how the model was divided.
-        uncounted: the operators that were traced and have no known FLOPs.
+        uncounted: the traced operators without known FLOPs.
         units: what is gathered and reduced together, the root last.
     """
 

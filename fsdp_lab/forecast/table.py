@@ -1,4 +1,4 @@
-"""Forecasts as a table for people and as CSV for everything else. Imports no torch."""
+"""Forecasts as a table for people, and as CSV for programs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fsdp_lab.forecast.request import Request
 
-# What a table has room for: the column's name -> the categories in it.
+# The memory columns of the table -> their categories.
 COLUMNS = {
     "params": ("param",),
     "optimizer": ("optimizer",),
@@ -30,15 +30,15 @@ COLUMNS = {
     "activations": ("activation",),
     "rest": ("reduce_scatter", "temp", "buffer", "input", "other"),
 }
-# At any width stay the settings, `peak`, `needs`, `fits` and `largest microbatch`. Of the others the last leaves first.
+# The settings, `peak`, `needs`, `fits` and `largest microbatch` always stay. The last of these is dropped first.
 _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
-# What `forecast.solve` asks for -> its column of the frame, and in the table its name and form.
+# `forecast.solve` -> its column of the frame, and its name and format in the table.
 SOLVED: dict[str, tuple[str, str, Callable[[int], str]]] = {
     "batch": ("largest_microbatch", "largest microbatch", "{:,}".format),
     "gpus": ("fewest_workers", "fewest workers", "{:,}".format),
     "capacity": ("least_capacity_bytes", "least GiB", lambda size: f"{size / 2**30:,.2f}"),
 }
-# The columns of the frame behind the swept keys, and their types; where a figure is missing they have NaN, or pd.NA.
+# The columns of the frame after the swept keys, and their types; a missing figure is NaN or pd.NA.
 _TYPES = {
     "cluster.num_workers": "int64",
     **dict.fromkeys(("device", "data_sheet"), "object"),
@@ -66,8 +66,8 @@ class Row:
     Attributes:
         settings: the values of the swept keys.
         page: its timeline; None: none was written.
-        microbatch: samples that a worker takes at once.
-        request: what was forecast; None: by hand.
+        microbatch: the samples of a microbatch.
+        request: of the forecast; None: the forecast was made by hand.
     """
 
     settings: list[str]
@@ -84,8 +84,8 @@ class Row:
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows in the order of the table; rows without a forecast come last.
 
-    With speeds, each number of workers forms a group: what fits comes before what may fit, then what does not
-    fit, the fastest first. Without speeds the smallest peak comes first.
+    With speeds, each number of workers forms a group: first what fits, then what may fit, then what does not, the
+    fastest first in each. Without speeds the smallest peak comes first.
     """
 
     def place(row: Row) -> tuple[float, ...]:
@@ -101,7 +101,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def best_rows(rows: Sequence[Row], most: int = MOST_ROWS) -> list[Row]:
-    """Return so many rows, as many of each number of workers, in their order; three of each at least."""
+    """Return the first rows of each number of workers, at least three each and equally many, about so many in all."""
     of_workers: dict[int, list[Row]] = {}
     for row in rows:
         of_workers.setdefault(row.forecast.num_workers, []).append(row)
@@ -111,7 +111,7 @@ def best_rows(rows: Sequence[Row], most: int = MOST_ROWS) -> list[Row]:
 
 
 def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
-    """Return a table with a line for each configuration: the peak of a worker, its parts, and whether it fits.
+    """Return a table with one line per configuration: a worker's peak, its parts, and whether it fits.
 
     Values that all rows share are in the title.
     """
@@ -180,7 +180,7 @@ def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
 
 
 def forecasts_frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
-    """Return a row for each configuration: its swept values as typed, then its figures in bytes, seconds, samples/s."""
+    """Return one row per configuration: its swept values as typed, then its figures in bytes, seconds, samples/s."""
     import pandas as pd
 
     figures = [dict(zip(swept, row.settings, strict=True)) | _figures(row) for row in rows]

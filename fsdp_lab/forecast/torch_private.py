@@ -46,7 +46,7 @@ NAMES = (
     Name("torch.library", "_scoped_library"),
 )
 
-STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
+STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that checks for infinite gradients
 FLOAT8_PRODUCT = torch.ops.aten._scaled_mm.out
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -54,8 +54,8 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 plain_attention = torch.ops.aten._scaled_dot_product_attention_math
 # Kernels of a GPU that read float16 and write float32.
 FROM_HALF = {"softmax.int": torch.ops.aten._softmax, "log_softmax.int": torch.ops.aten._log_softmax}
-# Collectives as a trace finds them.
-FLAT_GATHER = "c10d.allgather_"  # FSDP1's on a CPU; on a GPU it is the next one
+# Collectives as a trace sees them.
+FLAT_GATHER = "c10d.allgather_"  # FSDP1's on a CPU; on a GPU FSDP1 calls the next one
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allreduce_"
 
 
@@ -66,13 +66,13 @@ OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 def kernels_planned(
     device: torch.device, on_kernel: OnKernel, in_compiled: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[None]:
-    """Let blocks be compiled for fake tensors, by PyTorch's compiler but for the machine code.
+    """Let PyTorch's compiler compile blocks for fake tensors, without machine code.
 
-    Compiled code then allocates and frees the tensors that it does in training, and calls kernels that do nothing.
+    Compiled code then allocates and frees the same tensors as in training, and calls kernels that do nothing.
 
     Args:
         on_kernel: called with the name, the inputs and the outputs of each fused kernel.
-        in_compiled: makes the context in which compiled code runs.
+        in_compiled: returns the context for compiled code.
     """
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config
@@ -80,7 +80,7 @@ def kernels_planned(
     from torch._inductor.graph import GraphLowering
     from torch.hub import tqdm
 
-    if hasattr(tqdm, "set_lock"):  # else tqdm makes one from a semaphore, which a killed process leaves behind
+    if hasattr(tqdm, "set_lock"):  # by default tqdm creates a semaphore, which a killed process leaves behind
         tqdm.set_lock(threading.RLock())
 
     def kernel(_: Any, argtypes: Sequence[str], source_code: str) -> Callable[..., None]:
@@ -101,7 +101,7 @@ def kernels_planned(
         module: Any = load(graph)
         module.empty_strided_cpu = allocate
         module.reinterpret_tensor = torch.as_strided
-        module.assert_alignment = lambda *_: None  # it asks for a tensor's address
+        module.assert_alignment = lambda *_: None  # it reads a tensor's address
         call = module.call
 
         def run(args: Any) -> Any:
@@ -114,11 +114,11 @@ def kernels_planned(
     try:
         with (
             compiled_code_runs(),
-            # no cache has code for fake tensors, processes that compile have nothing to do, and what the processor can
-            # do is not found out by running the C++ compiler
+            # No cache has code for fake tensors, compile processes have no work, and the C++ compiler need not test the
+            # processor.
             config.patch({"fx_graph_cache": False, "compile_threads": 1, "cpp.vec_isa_ok": True}),
             functorch_config.patch(enable_autograd_cache=False),
-            dynamo_config.patch(optimize_ddp=False),  # it divides a block at DDP's buckets, and fails for fake tensors
+            dynamo_config.patch(optimize_ddp=False),  # it splits a block at DDP's buckets, which fails here
             mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
             mock.patch.object(GraphLowering, "_compile_to_module", load_for_fake_tensors),
         ):
@@ -131,23 +131,23 @@ def kernels_planned(
 def peers_not_asked(device: torch.device) -> Iterator[None]:
     """Let FSDP and DDP shard on `device` in a process group whose other ranks do not exist."""
     with (
-        # fully_shard asks the mesh for its device, and a mesh knows one CPU only
+        # fully_shard asks the mesh for its device, and a mesh knows only one CPU
         mock.patch.object(fsdp_package._fully_shard, _DEVICE_OF_MESH, return_value=device),
         # DDP compares its parameters with those of the other ranks
         mock.patch.object(ddp, _COMPARE_SHAPES, return_value=None),
-        # FSDP1 asks for the device that computes, of which a CPU is one only, and for the addresses of its tensors
+        # FSDP1 asks for the current device, which is always the first CPU, and for the addresses of its tensors
         mock.patch.object(torch.cpu, "current_device", return_value=str(device)),
         mock.patch.object(_flat_param, _HAS_ADDRESS, return_value=True),
         mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor),  # of fake tensors
-        # DTensor finds out shapes under a fake mode, by default the one in force, and then the tracker takes
-        # the unsharded tensors of that search for real ones
+        # DTensor computes shapes under the active fake mode by default; the recorder would count those unsharded
+        # tensors
         mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
     ):
         yield
 
 
 def flat_streams(model: nn.Module) -> dict[Any, Stream]:
-    """Return FSDP1's streams on a CPU, which run nothing, by what they are on a GPU; after its first step."""
+    """Return FSDP1's streams on a CPU, which run nothing, with their role on a GPU. Call it after the first step."""
     if not isinstance(model, FullyShardedDataParallel):
         return {}
     streams = {
@@ -160,7 +160,7 @@ def flat_streams(model: nn.Module) -> dict[Any, Stream]:
 
 
 def is_autocast_on_cuda(name: str) -> bool:
-    """Return whether autocast of this PyTorch has a rule for an operator of ATen on a GPU."""
+    """Return whether the installed autocast has a GPU rule for an operator of ATen."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
 
 
@@ -187,10 +187,10 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def process_group(value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operator got, boxed or by its name; None for any other argument."""
+    """Return the process group that an argument boxes or names; None for any other argument."""
     if isinstance(value, str):
-        with suppress(RuntimeError, KeyError, ValueError):  # it is the name of something else
-            return _resolve_process_group(value)  # type: ignore[arg-type]  # of a type that older ones lack
+        with suppress(RuntimeError, KeyError, ValueError):  # the name of something else
+            return _resolve_process_group(value)  # type: ignore[arg-type]  # of a type that older versions lack
         return None
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
@@ -198,5 +198,5 @@ def process_group(value: Any) -> dist.ProcessGroup | None:
 
 
 def float8_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of two float8 matrices whose values are to be multiplied by their scales."""
+    """Return the product of two float8 matrices with their scales."""
     return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)

@@ -54,9 +54,9 @@ _NO_WORK = (
     *("prim.", "profiler.", "aten.empty", "aten.new_empty", "aten.set_", "aten._local_scalar_dense"),
     "_c10d_functional.wait",
 )
-# What reads as much as it returns, of something larger.
+# Operators that read as much as they return, from a larger tensor.
 _PICKS = {"aten.embedding", "aten.index", "aten.gather", "aten.nll_loss_forward", "aten.index_select"}
-_BACKWARD_PRODUCTS = 5.0  # of attention: the scores again, and the gradients of query, key, value and scores
+_BACKWARD_PRODUCTS = 5.0  # the scores again, and the gradients of query, key, value and scores
 _OVERWRITES = ("copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
 
 
@@ -64,13 +64,13 @@ class StepTrace(TorchDispatchMode):
     """Records the operators inside a context, in the order in which the host issues them.
 
     Args:
-        host: the device that is the host and not the accelerator; None: they are the same.
+        host: the device that stands for the host; None: host and accelerator are the same.
     """
 
     def __init__(self, host: torch.device | None) -> None:
         super().__init__()
         self.program: list[Operator] = []
-        self.uncounted = set[str]()  # operators whose arithmetic nobody knows
+        self.uncounted = set[str]()  # operators without a known FLOP count
         self.flat_streams: dict[Any, Stream] = {}
         self._host = host
         self._where: Callable[[], tuple[str, str]] | None = None
@@ -79,8 +79,8 @@ class StepTrace(TorchDispatchMode):
         self._next = 0
         self._ranges = Ranges()
         self._compiled = False  # compiled code runs
-        self._unit = ""  # of FSDP, whose collective comes next
-        self._reducing: Stream | None = None  # of the last collective that the reduction of this unit has issued
+        self._unit = ""  # of FSDP; its collective comes next
+        self._reducing: Stream | None = None  # of the last collective in the reduction of this unit
 
     @contextmanager
     def following(self, where: Callable[[], tuple[str, str]]) -> Iterator[None]:
@@ -89,7 +89,7 @@ class StepTrace(TorchDispatchMode):
         Args:
             where: returns the phase and the innermost active module.
         """
-        # A stand-in in a forecast, which no mode sees: DDP's hooks and hybrid sharding call it.
+        # No dispatch mode sees a forecast's stand-in, which DDP's hooks and hybrid sharding call.
         reduce: Callable[..., Any] = dist.all_reduce
 
         def recorded(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
@@ -107,10 +107,10 @@ class StepTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         if DTensor in types:
-            return NotImplemented  # it comes again as this rank's parts, with what is sent between them
+            return NotImplemented  # DTensor calls again with this rank's parts, and with their collectives
         result = func(*args, **kwargs)
         if active_fake_mode() is not self._fake_mode:
-            return result  # DTensor tries an operator out on tensors of the whole shape
+            return result  # DTensor tries an operator on tensors of the whole shape
         if self._ranges.see(func, args).startswith(FSDP_REDUCES):
             self._reducing = None
         name = str(func.overloadpacket)
@@ -138,7 +138,7 @@ class StepTrace(TorchDispatchMode):
         self._unit = unit
 
     def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Record a fused kernel that PyTorch does not call here, but on a GPU."""
+        """Record a fused kernel that PyTorch calls only on a GPU."""
         if self._where is not None:
             self.add(name, Kind.memory, Stream.compute, reads, writes, sum(map(_bytes, [*reads, *writes])))
 
@@ -158,7 +158,10 @@ class StepTrace(TorchDispatchMode):
         self.add(name, _OF_DTENSOR[name], stream, [args[0]], [result], num_bytes, dtype=dtype, group=_ranks(args))
 
     def _all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> None:
-        """Record an all-reduce: FSDP2 has a stream for that of replicas, DDP reduces on the stream of scatters."""
+        """Record an all-reduce.
+
+        FSDP2 has a stream for all-reduces of replicas; DDP reduces on the stream of scatters.
+        """
         in_fsdp2 = self._ranges.innermost.startswith(FSDP_REDUCES)
         stream = self._flat_stream() or (Stream.all_reduce if in_fsdp2 else Stream.scatter)
         self._reducing = stream
@@ -185,7 +188,7 @@ class StepTrace(TorchDispatchMode):
             kind = Kind.attention if name.startswith("aten.") and "attention" in name else Kind.matmul
             if kind is Kind.attention:
                 shape = _attention_shape(args, name.endswith("_backward"))
-            if kind is Kind.attention and shape is not None:  # PyTorch 2.11 counts none with fewer heads of keys
+            if kind is Kind.attention and shape is not None:  # PyTorch 2.11 counts no FLOPs with fewer key heads
                 flops = (_BACKWARD_PRODUCTS if name.endswith("_backward") else 2.0) * 2 * math.prod(shape)
             else:
                 flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
@@ -194,7 +197,7 @@ class StepTrace(TorchDispatchMode):
         stream = self._stream(read, [*written, *made])
         if stream is not Stream.host and self._crosses(read, [*written, *made]):
             kind = Kind.transfer
-            num_bytes = sum(map(_bytes, [*written, *made]))  # read on one side, written on the other
+            num_bytes = sum(map(_bytes, [*written, *made]))  # read on one device, written on the other
         self.add(name, kind, stream, read, [*written, *made], num_bytes, flops, _dtype(given), shape)
 
     def _stream(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> Stream:
@@ -246,7 +249,7 @@ def _dtype(tensors: Sequence[Tensor]) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes that are read of a tensor; of an expanded one each element once."""
+    """Return the bytes read from a tensor; from an expanded one, each element once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else min(size, 1)
@@ -260,7 +263,7 @@ def _product_shape(args: Any, bias: bool) -> tuple[int, int, int, int]:
 
 
 def _attention_shape(args: Any, backward: bool) -> tuple[int, int, int, int] | None:
-    """Return the shape of an attention; backwards the gradient, which has the query's shape, comes first."""
+    """Return the shape of an attention. Backward, the gradient comes first and has the query's shape."""
     four = [a for a in args if isinstance(a, Tensor) and a.dim() == 4]
     if len(four) < 3:
         return None

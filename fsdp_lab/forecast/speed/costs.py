@@ -11,7 +11,7 @@ from fsdp_lab.forecast.speed.device import Device, DeviceKind, Reached
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream, num_nodes
 
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
-# The rate of attention backwards relative to forwards. FlashAttention: 25-35 % and 30-50 % of the peak
+# The rate of attention backward relative to forward. FlashAttention: 25-35 % and 30-50 % of the peak
 # ("FlashAttention-2", Dao, 2023, section 1). cuDNN: 518 and 600 TFLOP/s with heads of 128 and 8,192 tokens
 # ("FlashAttention-3", Shah et al., 2024, figures 5 and 6).
 _BACKWARD, _CUDNN_BACKWARD = 0.75, 0.86
@@ -19,20 +19,20 @@ _BACKWARD, _CUDNN_BACKWARD = 0.75, 0.86
 # (experiments/gpu).
 _FLOAT32 = 0.95
 _HALVES = ("bfloat16", "float16")
-# What an all-reduce reaches of a network, relative to gathers and scatters: 340 and 200 GB/s between 32 nodes with 8
-# H100s each (github.com/NVIDIA/nccl, issue 1218).
+# The share of the network that an all-reduce reaches, relative to gathers and scatters: 340 and 200 GB/s between 32
+# nodes with 8 H100s each (github.com/NVIDIA/nccl, issue 1218).
 _ALL_REDUCE = 1.7
-# What gathers reach of a network, which is less the more adapters a node has: 24 of the 25 GB/s of one of 200 Gbit/s
-# (github.com/NVIDIA/nccl-tests, issue 119), three quarters of eight of 100 (NVIDIA/nccl, issue 495), 216 of 400 GB/s of
-# eight of 400 (NVIDIA/nccl, issue 2409). All three lie on one line over the logarithm.
+# The share of the network that gathers reach falls with the number of adapters. One adapter of 200 Gbit/s: 24 of 25
+# GB/s (github.com/NVIDIA/nccl-tests, issue 119). Eight of 100 Gbit/s: three quarters (NVIDIA/nccl, issue 495). Eight of
+# 400 Gbit/s: 216 of 400 GB/s (NVIDIA/nccl, issue 2409). The three shares are linear in the logarithm of the bandwidth.
 _ONE_ADAPTER, _GBIT, _LESS_BY_DOUBLING = 0.96, 200.0, 0.105
-# What a collective that nothing runs beside reaches of the links within a node. NCCL counts on 20.0 and 20.6 of the 25
-# GB/s of a link of A100s and H100s, and on 40.1 of the 50 of B200s (`src/graph/topo.h`).
+# The share of a node's links that a collective reaches while nothing else runs. NCCL assumes 20.0 of 25 GB/s per link
+# on A100s, 20.6 of 25 on H100s, and 40.1 of 50 on B200s (`src/graph/topo.h`).
 ALONE = 0.8
 
 
 class _Path(NamedTuple):
-    """How messages travel, relative to a ring with the protocol "simple": factors of latencies, and of bandwidth."""
+    """An algorithm and protocol: factors of latencies and bandwidth, relative to a ring with "simple"."""
 
     begin: float = 1.0
     link: float = 1.0
@@ -49,11 +49,11 @@ _TREES = (_Path(1, 4 / 3.4, 1, 0.92), _Path(6.8 / 8.4, 0.6 / 3.4, 5 / 14, 1 / 3.
 def in_tf32(program: Sequence[Operator], device: Device, products: bool) -> list[Operator]:
     """Return the program with the float32 products that a GPU computes in TF32.
 
-    Convolutions are, where the GPU can, by PyTorch's default. Fused attention is not: CUTLASS's kernel has three TF32
-    products for each float32 one, whatever is set.
+    Convolutions use TF32 by PyTorch's default, if the GPU has it. Fused attention does not: CUTLASS's kernel replaces
+    each float32 product by three TF32 products, whatever the setting.
 
     Args:
-        products: all matrix products are.
+        products: matrix products use TF32, too.
     """
 
     def is_in_tf32(operator: Operator) -> bool:
@@ -65,7 +65,7 @@ def in_tf32(program: Sequence[Operator], device: Device, products: bool) -> list
 
 
 def seconds(operator: Operator, device: Device) -> float:
-    """Return the seconds of an operator that runs alone.
+    """Return the seconds of an operator while nothing else runs.
 
     Raises:
         ConfigError: the device's file has no figures for the operator's dtype.
@@ -80,7 +80,7 @@ def _work_seconds(operator: Operator, device: Device) -> float:
     52, 2009).
     """
     if device.kind is DeviceKind.cpu and operator.dtype in _HALVES and operator.kind is not Kind.matmul:
-        operator = replace(operator, dtype="float32", num_bytes=2 * operator.num_bytes)  # it computes these in float32
+        operator = replace(operator, dtype="float32", num_bytes=2 * operator.num_bytes)  # computed in float32
     efficiency, most = device.efficiency, device.reached
     if operator.kind is Kind.transfer:
         return operator.num_bytes / device.host_bandwidth
@@ -100,7 +100,7 @@ def _work_seconds(operator: Operator, device: Device) -> float:
 
 
 def _product_reaches(operator: Operator, device: Device) -> float:
-    """Return the share of the peak that a product reaches, without what its tiles leave idle."""
+    """Return the share of the peak that a product reaches, without idle cores of its last tiles."""
     dtype, efficiency = operator.dtype, device.efficiency
     if device.product_shares and dtype in device.product_shares:
         return device.product_shares[dtype] * efficiency.matmul
@@ -112,7 +112,7 @@ def _product_reaches(operator: Operator, device: Device) -> float:
 def _attention_reaches(operator: Operator, most: Reached) -> float:
     """Return the share of the peak that a microbenchmark of the operator's kernel reaches.
 
-    Since its builds with cuDNN 9.15.1, PyTorch prefers cuDNN's to FlashAttention on Hopper and Blackwell (sm90, sm100).
+    Since its builds with cuDNN 9.15.1, PyTorch prefers cuDNN's attention on Hopper and Blackwell (sm90, sm100).
     """
     backward = operator.name.endswith("_backward")
     if most.cudnn_attention is not None and "flash" in operator.name and operator.dtype in _HALVES:
@@ -140,8 +140,8 @@ def occupied(shape: tuple[int, int, int, int], num_cores: int) -> float:
 def collective_seconds(operator: Operator, device: Device) -> float:
     """Return the seconds of a collective: NCCL takes the fastest of its algorithms and protocols.
 
-    A ring passes `n - 1` of its `n` parts over each link, twice for an all-reduce ("Bandwidth Optimal All-reduce
-    Algorithms", Patarasu and Yuan, 2009). An all-reduce between nodes can also be a tree, which has fewer steps.
+    A ring sends `n - 1` of its `n` parts over each link, twice for an all-reduce ("Bandwidth Optimal All-reduce
+    Algorithms", Patarasu and Yuan, 2009). An all-reduce between nodes can also use a tree, with fewer steps.
     """
     ranks = len(operator.group)
     if ranks <= 1:
@@ -182,10 +182,10 @@ def reduces_at(device: Device) -> float:
 
 
 def _bandwidth(operator: Operator, device: Device, nodes: int) -> float:
-    """Return the bytes/s of a group. Layers wait for what they send, and leave it the links.
+    """Return the bytes/s of a group.
 
-    Its rings cross between nodes side by side and have the node's network together. They share it with the groups of
-    the node's other devices, which send at the same time.
+    Tensor-parallel layers wait for what they send, so it has the links to itself. The rings of a group use a node's
+    network together. They share it with the groups of the node's other devices, which send at the same time.
     """
     within = device.link_bandwidth * (ALONE if operator.stream is Stream.layers else device.efficiency.link)
     if nodes == 1:

@@ -25,10 +25,10 @@ class DeviceKind(StrEnum):
 class Basis(StrEnum):
     """Where a device's efficiencies come from.
 
-    - `data sheet`: another device, because none were measured on this one
-    - `fitted`: published steps of this device
-    - `probed`: `python -m fsdp_lab.probe`, which measured this very machine
-    - `trials`: either of these, corrected by trials that ran on the device
+    - `data sheet`: from another device, because none were measured on this one
+    - `fitted`: from published steps of this device
+    - `probed`: measured on this machine by `python -m fsdp_lab.probe`
+    - `trials`: one of these, corrected by trials that ran on the device
     """
 
     data_sheet = "data sheet"
@@ -45,7 +45,7 @@ class Reached:
         matmul: of arithmetic, by large matrix products.
         attention: of arithmetic, by FlashAttention-2.
         memory: of bandwidth, by copies.
-        cudnn_attention: of arithmetic, by cuDNN's attention, which PyTorch then prefers; None: FlashAttention-2 runs.
+        cudnn_attention: of arithmetic, by cuDNN's attention, if PyTorch prefers that; None: it uses FlashAttention-2.
     """
 
     matmul: float = 1.0
@@ -56,18 +56,18 @@ class Reached:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of microbenchmarks' rates that a training step reaches: fitted on one device, and used for others too.
+    """The shares of microbenchmarks' rates that a training step reaches; fitted on one device, used for all.
 
     Attributes:
         matmul: by matrix products whose tiles fill the device.
-        float8: by those in float8.
-        attention: by fused attention, forwards; backwards it reaches three quarters of this.
+        float8: by matrix products in float8.
+        attention: by fused attention, forward; backward reaches three quarters of this.
         memory: by everything else that a step runs operator by operator.
-        fused: by kernels that the compiler made.
+        fused: by kernels that the compiler generated.
         link: of the links' bandwidth within a node, by collectives.
         network: by gathers between nodes, of what its adapters reach (`costs.network_alone`).
-        overlap: of the time in which collectives and other work run at once; the rest is lost, because they share cores
-            and memory.
+        overlap: of the time in which collectives and other work overlap; the rest is lost, because they share cores and
+            memory.
     """
 
     matmul: float
@@ -82,12 +82,12 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """Relative errors of predicted step times, for sources that the figures had not seen.
+    """Relative errors of predicted step times, for sources that the figures were not fitted to.
 
     Attributes:
-        median: of their absolute values; over sources, each of which counts once.
+        median: of their absolute values; each source counts once.
         p90: nine of ten do not exceed it.
-        sources: that were left out in turn; 0: it is not known of how many.
+        sources: the number of sources, each left out in turn; 0: not known.
     """
 
     median: float
@@ -104,7 +104,7 @@ class Errors:
         eager: neither compiled nor in float8.
         compiled: not in float8.
         float8: compiled or not.
-        several_nodes: of any of these over several nodes.
+        several_nodes: of any of these kinds over several nodes.
         probed: of any step on a device that a probe measured; None: not known.
     """
 
@@ -116,7 +116,7 @@ class Errors:
     probed: KnownError | None = None
 
     def of(self, kinds: Iterable[str]) -> KnownError:
-        """Return the widest error of a step's kinds: names of attributes; of equals that of fewer sources."""
+        """Return the largest error of a step's kinds (names of attributes); of equal ones, that of fewer sources."""
         return max((getattr(self, kind) or self.other for kind in kinds), key=lambda one: (one.p90, -one.sources))
 
 
@@ -125,12 +125,12 @@ class Factors:
     """Corrections of predictions by finished trials.
 
     Attributes:
-        compute: factor of the seconds of everything but collectives, launches included.
+        compute: factor of the seconds of everything but collectives, including launches.
         communication: factor of the seconds of collectives.
-        overlap: the share that was hidden of the time that the streams could hide.
-        settings: how many settings have run.
-        alike: they are of the group of the step that is predicted (`fsdp_lab.forecast.keep.ratio_group`).
-        agree: there are several, and with these corrections they took as long as predicted, to 10 %.
+        overlap: of the time that the streams could hide, the share that was hidden.
+        settings: the number of settings that have run.
+        alike: they are in the group of the predicted step (`fsdp_lab.forecast.keep.ratio_group`).
+        agree: there are several, and the corrected predictions are right to 10 %.
     """
 
     compute: float = 1.0
@@ -142,7 +142,7 @@ class Factors:
 
     @property
     def know_errors(self) -> bool:
-        """Whether so many settings of the group have run that their own errors are those of its predictions."""
+        """Whether enough settings of the group have run to use their errors for its predictions."""
         return self.alike and self.settings >= SETTINGS_FOR_ERRORS
 
 
@@ -155,25 +155,25 @@ class Device:
         memory_gib: GiB, as CUDA reports it.
         peak_flops: dtype -> dense peak in FLOP/s.
         memory_bandwidth: bytes/s.
-        num_cores: units that the tiles of a matrix product are divided among: streaming multiprocessors, compute units.
-        link_bandwidth: bytes/s that one device sends to others of its node.
+        num_cores: units that share the tiles of a matrix product: streaming multiprocessors, compute units.
+        link_bandwidth: bytes/s from one device to others of its node.
         node_size: devices of a node.
-        network_bandwidth: bytes/s that one node sends to others.
+        network_bandwidth: bytes/s from one node to others.
         host_bandwidth: bytes/s between the device and its host, one way.
-        host_memory_bandwidth: bytes/s of the host's memory, a device's share.
+        host_memory_bandwidth: one device's share of the bytes/s of the host's memory.
         launch_s: seconds from one launch of an operator to the next.
         latency_s: seconds before a collective sends.
         link_latency_s: seconds of a message from device to device within a node.
         network_latency_s: the same between nodes.
-        compiled_launch_s: seconds from one launch of compiled code to the next, with its wrapper, as a probe measures
-            it with `launch_s`; None: `launch_s`, and of neither is known what it is on this host.
+        compiled_launch_s: seconds from one launch of compiled code to the next, with its wrapper; a probe measures it
+            together with `launch_s`. None: it is `launch_s`, and neither was measured on this host.
         pageable_bandwidth: as `host_bandwidth`, of memory that is not pinned; None: not known.
-        product_shares: dtype -> the share of its peak that matrix products reach, where it is not that of `reached`.
+        product_shares: dtype -> the share of its peak that matrix products reach, if it differs from `reached`.
         errors: of its predictions.
-        relative: of the ratio of two predictions of validated steps, for one model on this device. An error common to
-            all of them, such as the level of a machine, cancels. None: not known.
-        factors: corrections by trials that ran on the device; in no file.
-        network_known: `network_bandwidth` is the user's network, not what the file assumes; in no file.
+        relative: the error of the ratio of two predictions of validated steps, for one model on this device. A common
+            error, such as the level of a machine, cancels. None: not known.
+        factors: corrections by trials that ran on the device; not in the file.
+        network_known: `network_bandwidth` is the user's network, not the file's assumption; not in the file.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Device:
 
     @property
     def kernels(self) -> tuple[int, bool]:
-        """What decides which kernels a step calls, and what buffers they take."""
+        """The properties that decide which kernels a step calls, and their buffers."""
         return self.num_cores, self.reached.cudnn_attention is not None
 
     @property
@@ -238,11 +238,11 @@ class Device:
 
 
 OTHER, PROBED = "other", "probed"  # of `Errors`
-# By how much predictions were off on steps of publishers that came after the fits, by November 2026: 18 steps of 12
-# publishers, on A100s and H100s. Of 40 speeds of 17 publishers 17 lay outside of ranges for nine of ten.
+# Errors on steps that were published after the fits, by November 2026: 18 steps of 12 publishers, on A100s and H100s.
+# 17 of 40 speeds of 17 publishers were outside of ranges that nine of ten should be in.
 UNSEEN = {"eager": 0.13, "compiled": 0.22, "float8": 0.155}
 _BYTES_OF_GBIT = 1e9 / 8
-SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
+SETTINGS_FOR_ERRORS = 8  # finished settings from which on their own errors count
 NOT_IN_FILES = ("factors", "network_known")
 _NOT_IN_DIGEST = ("basis", "errors", "relative", "network_bandwidth", *NOT_IN_FILES)
 
@@ -255,7 +255,7 @@ def on_network(device: Device, gbit: float) -> Device:
 def digest(device: Device) -> str:
     """Return a digest of the figures of a file that predict steps on one node, 16 digits.
 
-    Known errors, what trials correct, and the network between nodes do not change it.
+    Known errors, corrections by trials, and the network between nodes do not change it.
     """
     seen = [f.name for f in fields(Device) if f.compare and getattr(device, f.name) != f.default]
     counted = [name for name in seen if name not in _NOT_IN_DIGEST]
@@ -281,13 +281,13 @@ def load_device(path: Path) -> Device:
 
 
 def read_device(content: Any, name: str) -> Device:
-    """Return the content of a data sheet as a device; `name` is that of its file, for an error. Raises ConfigError."""
+    """Return the content of a data sheet as a device; errors show the file's `name`. Raises ConfigError."""
     device: Device = _part(Device, content, f"{name}: ")
     return device
 
 
 def _part(of: type[Any], content: Any, prefix: str) -> Any:
-    """Return a mapping of a data sheet as the dataclass that it stands for; `prefix` names it in an error."""
+    """Return a mapping of a data sheet as its dataclass; errors show `prefix`."""
     known = {each.name: each for each in fields(of) if each.name not in NOT_IN_FILES}
     given = content if isinstance(content, dict) else {}
     missing = sorted(name for name, each in known.items() if each.default is MISSING and name not in given)
@@ -304,8 +304,8 @@ def _part(of: type[Any], content: Any, prefix: str) -> Any:
 
 
 def _value(kind: Any, value: Any, key: str) -> Any:
-    """Return a value of a data sheet, checked to be of the type of its field."""
-    if isinstance(kind, UnionType):  # of something and None
+    """Check the type of a data sheet's value, and return it."""
+    if isinstance(kind, UnionType):  # an optional type
         return None if value is None else _value(get_args(kind)[0], value, key)
     if is_dataclass(kind):
         return _part(kind, value, f"{key}.")  # type: ignore[arg-type]

@@ -12,15 +12,15 @@ from fsdp_lab.forecast.speed.streams import schedule
 
 BOUNDS = ("compute", "gather", "scatter", "tp", "transfer", "launch")
 _WAITS = ("gather", "scatter", "tp")
-# The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at
-# most 0.005 % (experiments/published), so nothing is known of the figures for them.
+# Launches count from this share of a step. In the published steps that efficiencies were fitted to, they bound at most
+# 0.005 % (experiments/published), so nothing is known of the figures for launches.
 LAUNCHES = 0.01
-_OTHER_HOSTS = (1 / 3, 4 / 3)  # how long a launch may take, relative to the one host on which it was measured: assumed
+_OTHER_HOSTS = (1 / 3, 4 / 3)  # assumed: a launch's time on other hosts, relative to the one host that was measured
 _STEP = 1e-3  # the relative change of a bound's duration from which its share is extrapolated
-NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice of one that is assumed
+NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice an assumed network
 
 
-_OFF = 1.5  # a trial that is off by more says nothing of other groups, and one alone little of its own
+_OFF = 1.5  # a trial with a larger error is not used for other groups, and a single one hardly for its own
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Parts:
     """Seconds that make up a step by the device's file, before trials correct them.
 
     Attributes:
-        compute: how much shorter the step would be if everything but collectives and the host took no time.
+        compute: by how much the step would be shorter if everything but collectives and the host took no time.
         communication: the same for collectives.
         host: the same for launches, and for copies to and work of the host.
-        hidden: of work that runs at the same time as other work.
+        hidden: of work that overlaps with other work.
     """
 
     compute: float
@@ -52,11 +52,11 @@ class Network:
 
     Attributes:
         gbit: Gbit/s of a node, all its adapters together.
-        steps: where it is assumed, Gbit/s -> seconds of the step on such a network, from half to twice of `gbit`; empty
-            where it is known.
-        reached: the share of it that gathers and scatters are assumed to reach; None: eight trials of the group
-            know the errors with it.
-        reduced: the same of all-reduces.
+        steps: for an assumed network, Gbit/s -> seconds of the step, from half to twice `gbit`; empty for a known
+            network.
+        reached: the share of it that gathers and scatters are assumed to reach; None: eight trials of the group give
+            the errors, which include it.
+        reduced: the same for all-reduces.
     """
 
     gbit: float
@@ -67,30 +67,30 @@ class Network:
 
 @dataclass(frozen=True)
 class Speed:
-    """A predicted optimizer step of one worker; the others take as long.
+    """A predicted optimizer step of one worker; all workers need the same time.
 
     Attributes:
-        shares: each of `BOUNDS` -> how much shorter the step would be, as a share of it, if the bound took no time,
-            extrapolated from a small change. They add up to 1.
-        low_s: the lower end of the range of the measured step, by the errors of predictions on this basis. Where the
-            network is assumed, the range covers half and twice of it.
-        high_s: its upper end. Where trials of another group have corrected the step, the range also covers that of the
-            uncorrected one.
+        shares: each of `BOUNDS` -> the share by which the step would be shorter if the bound took no time, extrapolated
+            from a small change. They add up to 1.
+        low_s: the lower end of the range of the measured step, by the errors of predictions on this basis. With an
+            assumed network, the range covers half and twice of it.
+        high_s: its upper end. If trials of another group corrected the step, the range includes that of the uncorrected
+            step.
         error: of such a prediction, as a share of the measured time.
-        samples: that all workers train on in the step.
+        samples: of all workers in the step.
         tokens: of a sample; None: samples are counted.
         mfu: the model's FLOPs over the device's peak during the step; None: one of them is not known.
-        parts: what the step is made of, for trials to correct.
-        factors: by which finished trials have corrected it.
+        parts: the parts of the step that trials correct.
+        factors: the corrections by finished trials.
         relative: the error of the ratio of two such steps of one group; None: not known.
-        group: of the steps that `relative` compares; "": it is compared with none.
-        bound_unseen: launches bound more of it than of any validated step: its error is not known.
-        unlike: how it differs from the steps that an error is known for, in words; then the range is the widest.
+        group: of the steps that `relative` applies to; "": none.
+        bound_unseen: launches bound more of it than of any validated step, so its error is not known.
+        unlike: text on how it differs from the steps with a known error; the range is then the widest.
         kinds: of the step, see `Errors`.
-        sources: that `of_sources` was measured on; 0: it is not known of how many.
-        of_sources: the error that nine of ten of their steps do not exceed; `error` is larger where steps of publishers
-            that came later were further off.
-        by_ratio: `error` is that of ratios to the trials that have corrected the step.
+        sources: the number of sources of `of_sources`; 0: not known.
+        of_sources: the error that nine of ten of their steps do not exceed; `error` is larger if later publishers'
+            steps had larger errors.
+        by_ratio: `error` is that of ratios to the trials that corrected the step.
         network: between the nodes of the step; None: it has one node.
     """
 
@@ -122,7 +122,7 @@ class Speed:
 
     @property
     def correction(self) -> float:
-        """How many times as long finished trials make it."""
+        """The factor by which finished trials correct its time."""
         return self.step_s / self.parts.step_s() if self.parts else 1.0
 
     @property
@@ -167,20 +167,20 @@ def predict(
     factors, step_s = device.factors, parts.step_s(device.factors)
     of = {name: s * (factors.communication if name in _WAITS else factors.compute) for name, s in of.items()}
     kinds = (OTHER,) if bound_unseen else tuple(kinds)
-    if device.knows_host:  # what is known of devices whose hosts nobody measured is not known of this one
+    if device.knows_host:  # errors of devices with unmeasured hosts do not apply to this one
         kinds = (PROBED,) if device.errors.probed and OTHER not in kinds else (OTHER,)
     relative = device.relative if factors.know_errors or OTHER not in kinds else None
     known = device.errors.of(kinds)
     correction = step_s / plain if plain else 1.0
     by_ratio = factors.alike and not factors.know_errors and (factors.agree or is_near(correction))
-    known = relative if relative and by_ratio else known  # a ratio to trials is left
+    known = relative if relative and by_ratio else known  # the error of a ratio to trials remains
     is_measured = known is relative or factors.know_errors or device.kind is DeviceKind.cpu
     most = known.p90 if is_measured else max(known.p90, *(_unseen(kind) for kind in kinds))
     network = _network(program, device, separate_scatter, correction)
     possible = [step_s, *network.steps.values()] if network else [step_s]
     if bound_unseen:
         possible += [step_s * run("launch", factor) / plain for factor in _OTHER_HOSTS]
-    if factors.settings and not factors.alike:  # what delays other steps need not delay this one
+    if factors.settings and not factors.alike:  # delays of other steps need not apply to this one
         possible += [one / correction for one in possible]
     return Speed(
         step_s,
@@ -203,7 +203,7 @@ def predict(
 
 
 def _network(program: Sequence[Operator], device: Device, separate_scatter: bool, correction: float) -> Network | None:
-    """Return the network that a step uses, with the steps on others where it is assumed; None within one node."""
+    """Return the network of a step; if it is assumed, with the times on other networks; None within one node."""
     groups = {operator.group for operator in program if operator.kind.is_collective}
     if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
         return None
@@ -222,26 +222,26 @@ def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: 
 
 
 def _run(program: Sequence[Operator], durations: Sequence[float], device: Device, separate_scatter: bool) -> float:
-    """Return the seconds until the last operator ends, with what is lost where collectives run beside other work."""
+    """Return the seconds until the last operator ends, including losses where collectives overlap with other work."""
     synchronous = device.kind is DeviceKind.cpu
     slots = schedule(
         program, durations, device.launch_s, separate_scatter, synchronous, device.node_size, device.compiled_launch_s
     )
     end = max((slot.end for slot in slots), default=0.0)
-    hideable = [op.kind.is_collective and op.stream is not Stream.layers for op in program]  # layers wait for theirs
+    hideable = [op.kind.is_collective and op.stream is not Stream.layers for op in program]  # layers wait
     sent = sum(d for d, hides in zip(durations, hideable, strict=True) if hides)
     return end + (1 - device.efficiency.overlap) * min(sent, _hidden(program, durations, device, end))
 
 
 def _hidden(program: Sequence[Operator], durations: Sequence[float], device: Device, step_s: float) -> float:
-    """Return the seconds by which a step is shorter than all its operators in sequence."""
+    """Return by how many seconds a step is shorter than all its operators in sequence."""
     compiled = device.launch_s if device.compiled_launch_s is None else device.compiled_launch_s
     launches = sum(compiled if one.compiled else device.launch_s for one in program)
     return max(sum(durations) + (launches if device.kind is DeviceKind.cpu else 0.0) - step_s, 0.0)
 
 
 def _launching(device: Device, factor: float) -> Device:
-    """Return the device with a host that takes so many times as long to launch."""
+    """Return the device with launch times multiplied by a factor."""
     compiled = device.compiled_launch_s
     return replace(
         device, launch_s=device.launch_s * factor, compiled_launch_s=None if compiled is None else compiled * factor
@@ -263,5 +263,5 @@ def _unseen(kind: str) -> float:
 
 
 def is_near(ratio: float) -> bool:
-    """Return whether a measured step is as predicted, but for what hosts differ by."""
+    """Return whether a measured step is as predicted, up to the differences between hosts."""
     return 1 / _OFF <= ratio <= _OFF

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-FUSED = "fused"  # the name of a kernel that the compiler made
+FUSED = "fused"  # the name of a kernel that the compiler generated
 
 
 class Kind(StrEnum):
-    """What bounds an operator. `memory` is everything that only reads and writes."""
+    """What bounds an operator. `memory` bounds every operator that only reads and writes."""
 
     matmul = "matmul"
     attention = "attention"
@@ -31,9 +31,8 @@ _COLLECTIVES = frozenset({Kind.gather, Kind.scatter, Kind.reduce})
 class Stream(StrEnum):
     """A queue whose operators run one after the other.
 
-    FSDP2 copies what it gathers into one buffer on `copy_in`, and has a stream for each kind of its collectives; DDP
-    reduces on `scatter`. Tensor-parallel layers send activations on `layers`. `host` is the CPU, which works on
-    offloaded tensors.
+    FSDP2 copies shards into one buffer on `copy_in`, and has a stream for each kind of collective. DDP reduces on
+    `scatter`. Tensor-parallel layers send activations on `layers`. `host` is the CPU, for offloaded tensors.
     """
 
     compute = "compute"
@@ -55,12 +54,12 @@ class Operator:
         module: the innermost active one; "" outside of all.
         flops: of a matrix product or of attention, multiplications and additions counted separately; masked parts of
             causal attention do not count.
-        num_bytes: read and written; of a collective, the bytes that all its ranks hold together.
+        num_bytes: read and written; of a collective, the bytes over all its ranks.
         dtype: of the first input tensor, such as `bfloat16`: the type that matrix products are computed in.
         group: the ranks of a collective.
         shape: of a matrix product, (batch, rows, columns, inner size); of attention, (heads of all samples, queries,
             keys, size of a head).
-        compiled: compiled code issues it.
+        compiled: compiled code launches it.
         unit: of a collective of FSDP, the names of the modules that it gathers or reduces; "": the root; None: another.
         reads: storages that it reads, as numbers. The schedule derives dependencies from them.
     """
@@ -82,5 +81,5 @@ class Operator:
 
 
 def num_nodes(group: Sequence[int], node_size: int) -> int:
-    """Return over how many nodes the ranks of a group are spread."""
+    """Return the number of nodes of a group's ranks."""
     return len({rank // node_size for rank in group})

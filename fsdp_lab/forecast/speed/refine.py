@@ -12,11 +12,11 @@ from statistics import median
 from fsdp_lab.forecast.speed.device import Basis, Device, Errors, Factors, KnownError
 from fsdp_lab.forecast.speed.predict import LAUNCHES, Parts, is_near
 
-_NOISE = 0.05  # of a trial, as a relative error; the least
-_AGREE = 0.1  # settings agree whose ratios differ less, once corrected
-_CONVINCE = 3  # so many settings of other groups that agree correct in full, fewer by their share of it
-_APART = 0.5  # how far the two factors may be from each other, and the overlap from 1, before trials tell them apart
-_COMPUTE = 0.95  # the share of a trial's step that compute bounds, from which it corrects other groups
+_NOISE = 0.05  # the least noise of a trial, as a relative error
+_AGREE = 0.1  # corrected ratios that differ by less agree
+_CONVINCE = 3  # with this many agreeing settings, another group corrects in full; with fewer, in proportion
+_APART = 0.5  # prior width: between the two factors, and of the overlap from 1
+_COMPUTE = 0.95  # a trial corrects other groups if compute bounds this share of its step
 _PAIRS = 20  # the fewest for a 90th percentile
 
 
@@ -31,7 +31,7 @@ class Observation:
         device: the digest of the figures that it was predicted by.
         group: see `fsdp_lab.forecast.keep.ratio_group`.
         at: when it ended, in seconds since 1970.
-        noise: the standard error of `measured_s`, as a share of it; what is below 5 % counts as 5 %.
+        noise: the standard error of `measured_s`, as a share of it; at least 5 % is used.
     """
 
     setting: str
@@ -45,18 +45,18 @@ class Observation:
 
 
 def refine(device: Device, observations: Iterable[Observation], group: str) -> Device:
-    """Return the device as finished trials correct it for the steps of a group, or unchanged without trials.
+    """Return the device, corrected by finished trials for the steps of a group; unchanged without trials.
 
-    The trials are those of the group. Without any, they are all others that compute bound: what delays other steps,
-    such as the host and the network, need not delay this one. Of these, one setting corrects by a third (of the
-    logarithm), two that agree by two thirds, and three in full. Until three agree, those that took over 1.5 times as
-    long as predicted, or as short, do not count.
+    The trials are those of the group. Without any, they are all others that compute bound, because delays by the host
+    or the network need not apply to this group. One such setting corrects by a third (of the logarithm), two that agree
+    by two thirds, and three in full. Until three agree, settings whose time differs from the prediction by a factor
+    over 1.5 do not count.
 
-    Of one trial both factors are its measured time over the predicted one; several tell compute from communication. The
-    factors minimise the squares of the relative errors, each over the noise of its trial.
+    With one trial, both factors are its measured over its predicted time. Several trials separate compute from
+    communication. The factors minimise the squares of the relative errors, each divided by the noise of its trial.
 
-    With eight settings of the group or more, the errors come from leaving one setting out at a time, and are at least
-    half of that of ratios before.
+    From eight settings of the group on, leaving out one setting at a time gives the errors. They are at least half the
+    error of ratios without trials.
     """
     some = list(observations)
     alike = [one for one in some if one.group == group]
@@ -106,7 +106,7 @@ def _says_something_of_others(one: Observation) -> bool:
 
 
 def _agree(settings: Sequence[Observation]) -> bool:
-    """Return whether there are several, which took as long as predicted when they have corrected it."""
+    """Return whether there are several, and their corrected predictions are right."""
     if len(settings) < 2:
         return False
     factors = _fit(settings)
@@ -120,7 +120,7 @@ def _shrunk(factors: Factors, share: float) -> Factors:
 
 
 def _within(error: float) -> float:
-    return min(max(error, 0.01), 0.9)  # what a device's file allows
+    return min(max(error, 0.01), 0.9)  # the range that a device's file allows
 
 
 def _settings(observations: Iterable[Observation]) -> list[Observation]:
@@ -140,7 +140,7 @@ def _fit(observations: Sequence[Observation]) -> Factors:
     parts = np.array([[p.compute + p.host, p.communication, p.hidden] for p in (one.parts for one in observations)])
     noise = np.array([max(one.noise, _NOISE) for one in observations])
     scale = noise * np.array([one.measured_s for one in observations])
-    prior = np.array([[1.0, -1.0, 0.0], [0.0, 0.0, 1.0]]) / _APART  # for the level there is none
+    prior = np.array([[1.0, -1.0, 0.0], [0.0, 0.0, 1.0]]) / _APART  # the level has no prior
     table = np.vstack([parts / scale[:, None], prior])
     target = np.concatenate([1 / noise, [0.0, 0.0]])
     compute, communication, shown = lsq_linear(table, target, bounds=([0.05, 0.05, 0.0], [20.0, 20.0, 1.0])).x

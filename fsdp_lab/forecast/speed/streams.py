@@ -1,4 +1,4 @@
-"""A step on the streams of a device: when each operator runs, and what it waits for."""
+"""Schedules a step on the streams of a device: when each operator runs, and what it waits for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 
-_COPIES_GRADIENTS = ("chunk_cat", "chunk_cat_mixed_dtype")  # into what a scatter sends
+_COPIES_GRADIENTS = ("chunk_cat", "chunk_cat_mixed_dtype")  # into the input of a scatter
 
 
 class Slot(NamedTuple):
-    """When an operator runs, in seconds from the beginning of the step."""
+    """When an operator runs, in seconds from the start of the step."""
 
     operator: Operator
     begin: float
@@ -34,14 +34,14 @@ def schedule(
     nodes take turns on the network. FSDP2 adds three rules:
 
     - Gathers and scatters of a process group share its communicator, unless `separate_scatter` is set.
-    - In the forward pass a gather waits until the one before the last has been copied out, to limit memory.
-    - One scatter runs at a time, and the next unit's gradients are copied into its buffer after it.
+    - In the forward pass a gather waits until the last but one has been copied out, to limit memory.
+    - One scatter runs at a time. The next unit's gradients are copied in after it.
 
     Args:
         durations: seconds of each operator.
         launch_s: seconds that the host takes to issue an operator.
         separate_scatter: reductions have a communicator of their own.
-        synchronous: the host waits for each operator, as on a CPU; a thread of gloo's sends DDP's reductions.
+        synchronous: the host waits for each operator, as on a CPU; a gloo thread sends DDP's reductions.
         node_size: devices of a node; 0: there is one node.
         compiled_launch_s: the same as `launch_s` for compiled code; None: `launch_s`.
     """
