@@ -1,6 +1,6 @@
-"""The configuration: every key with its rules, by who needs it. Imports `machine`, and no heavy library here.
+"""The configuration: every key with its rules. Imports no heavy library.
 
-`TrialConfig` determines the training, `SweepConfig` adds what a sweep needs, `NightlyConfig` what its nights need.
+`TrialConfig` determines the training. `SweepConfig` adds the keys of a sweep, `NightlyConfig` those of its nights.
 Start with `key.py`, the metadata of a key, `trial.py`, the groups of a trial, and `compose.py`, Hydra's config -> ours.
 """
 

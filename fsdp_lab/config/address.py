@@ -1,4 +1,4 @@
-"""Addresses of object storage, and credentials in any address. Pure: nothing is reached."""
+"""Addresses of object storage, and credentials in any address. Opens no connection."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from urllib.parse import unquote
 from fsdp_lab.config.errors import ConfigError
 
 _USER = re.compile(
-    r"\w://(?!\[[\w:.%]+\](?::\d+)?(?:[/?#,]|$))(?:"  # a host in brackets, IPv6, has colons
+    r"\w://(?!\[[\w:.%]+\](?::\d+)?(?:[/?#,]|$))(?:"  # an IPv6 host in brackets has colons
     r"[^\s/?#]*@"  # user@, user:password@
     r"|[^\s/?#]*:(?!\d*(?:[/?#,'\")\]}]|$))\S*@"  # a password with a slash; a number would be a port
-    r"|[^\s/?#]*:\d+/[^\s?#]*@[\w.-]+[:/])"  # a password that begins like a port, before a host
+    r"|[^\s/?#]*:\d+/[^\s?#]*@[\w.-]+[:/])"  # a password that starts like a port, before a host
 )
 # The names of a query's parameters that hold a user or a secret, as letters and digits in lower case.
 _SECRET = re.compile(
@@ -19,7 +19,7 @@ _SECRET = re.compile(
     r"|access|(access|api|auth|id|private|refresh)?token|(aws)?(secret)?accesskey(id)?|(api|private|secret)?key"
     r"|(client)?secret|x(amz|goog)\w+"
 )
-# What reads and writes an address, as fsspec knows it: scheme -> (module, extra that installs it).
+# fsspec's module for each scheme, and the extra that installs it.
 SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
 _ADDRESS = re.compile(r"\w+://[\w.-]+(/[\w.=+-]+)*")  # a bucket and folders; no user, no query, no `//`
 
@@ -30,7 +30,7 @@ def is_address(place: str | None) -> bool:
 
 
 def check_credentials(key: str, text: str) -> None:
-    """Check that no address in a text has a user, a password or a token in it: files, logs and MLflow show addresses.
+    """Check that no address in a text has a user, a password or a token: files, logs and MLflow show addresses.
 
     Args:
         key: the configuration key of the text, for the message.

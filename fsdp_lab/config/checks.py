@@ -1,4 +1,4 @@
-"""What is checked before a trial, a sweep, a night or a forecast starts, in this order. Needs neither Ray nor torch."""
+"""The checks before a trial, a sweep, a night or a forecast starts, in order. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fsdp_lab.machine import hardware
 
 
 def check(config: SweepConfig) -> None:
-    """Apply every rule for trials that are to start.
+    """Apply every rule for trials before they start.
 
     Raises:
-        ConfigError: a value is wrong alone, or invalid with others (CombinationError).
-        UserError: this machine lacks what the trial needs: cores, GPUs, libraries, files.
+        ConfigError: a value is invalid, alone or with others (CombinationError). UserError: this machine lacks cores,
+            GPUs, libraries or files for the trial.
     """
     num_workers = workers_of(config)
     check_local_capacity(config.cluster, num_workers)
@@ -42,7 +42,7 @@ def check(config: SweepConfig) -> None:
             f"forecast.solve={config.forecast.solve.name} finds what a trial should have, and this command trains with "
             "what it has; ask python -m fsdp_lab.forecast."
         )
-    if config.cluster.is_here:  # else the files are on its nodes
+    if config.cluster.is_here:  # otherwise the files are on the cluster's nodes
         check_files(config)
 
 
@@ -63,14 +63,14 @@ def check_to_forecast(config: SweepConfig) -> None:
     check_keys(config, workers_of(config))
     check_pytorch(config)
     config.data.check_files()
-    check_forecast(config, keep=None)  # which has no effect here
+    check_forecast(config, keep=None)  # without effect here
 
 
 def check_hydra(hydra: Any) -> None:
-    """Refuse what Hydra's own launcher would do for a job, wherever it is set.
+    """Reject settings that only Hydra's own launcher applies to a job.
 
     Raises:
-        ConfigError: a trial in a folder or an environment of its own.
+        ConfigError: a setting changes a trial's working directory or environment.
     """
     if hydra.job.chdir:
         raise ConfigError(
@@ -144,14 +144,14 @@ def _check_inline(config: SweepConfig, num_workers: int) -> None:
 
 
 def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
-    """Refuse more workers than a Ray on this machine could ever have. Does nothing for a running cluster.
+    """Reject more workers than Ray on this machine can have. Does nothing for a running cluster.
 
     Raises:
-        ConfigError: with the resources that are needed and those that exist.
+        ConfigError: its message has the needed and the existing resources.
         UserError: see `check_gpus`.
     """
     if not cluster.is_here:
-        return  # another machine's resources are known when it has been reached
+        return  # another machine's resources are known only once it is connected
     check_gpus()
     gpus = hardware.num_gpus()
     if 0 < gpus < num_workers:
@@ -174,7 +174,7 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
 
 
 def check_pytorch(config: TrialConfig) -> None:
-    """Raise UserError if the installed PyTorch lacks what the settings need."""
+    """Raise UserError if the installed PyTorch lacks a method that the settings need."""
     known = flatten(config)
     for name, (method, since) in {name: needs for axis in AXES for name, needs in axis.since.items()}.items():
         asked = known[name] and config.sharding.kind != "ddp"
@@ -199,10 +199,10 @@ def check_storage(config: SweepConfig) -> None:
 
 
 def check_forecast(config: SweepConfig, keep: str | None) -> None:
-    """Check that the capacity and the speeds are known that a forecast is asked for.
+    """Check that the capacity and the speeds that a forecast needs are known.
 
     Args:
-        keep: the settings to select by their speeds; None: all.
+        keep: `forecast.keep`, which selects settings by speed; None: all.
 
     Raises:
         ConfigError: they are not, or forecasts are disabled.

@@ -1,10 +1,9 @@
-"""How close the figures of a trial must be to those of the plain loop of its values, and how close they are. Pure.
+"""How close the figures of a trial are to those of its plain loop, and how close they must be.
 
-In float32, sharding, recomputing and moving parameters change a loss by rounding alone: by 1e-7 in three steps. The
-norm of a gradient sums many small terms in another order. The change of all parameters is compared more coarsely: Adam
-makes a whole step of a gradient that is nothing but rounding, as that of a key's bias is.
-
-A narrower type of numbers rounds more: there the figures before the first update count, within a few of its spacings.
+In float32, sharding, recomputing and moving parameters change a loss only by rounding: by 1e-7 in three steps. The norm
+of a gradient sums many small terms in another order. The change of all parameters is compared more coarsely: Adam makes
+a full step from a gradient that is only rounding, such as that of a key's bias. A narrower type rounds more: only
+figures before the first update are compared, to a few spacings of the type.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from fsdp_lab.config.metrics import (
 )
 from fsdp_lab.config.trial import TrialConfig
 
-NORM = 1e-4  # of a gradient, as a ratio, as are the others
-# Of figures in the order in which they come about: the first that differs names the cause.
+NORM = 1e-4  # of a gradient; a ratio, like the others
+# In the order of computation: the first figure that differs shows the cause.
 _FLOAT32 = {
     EVAL_LOSS: 1e-5, FIRST_LOSS: 1e-5, FIRST_GRAD_NORM: NORM, EARLY_LOSS: 1e-5, CHANGE_NORM: 0.02, CHECK_VAL_LOSS: 1e-4,
 }  # fmt: skip
-_NOISE = 10.0  # times of what another rounding changed in the plain loop itself
+_NOISE = 10.0  # times the change that other rounding makes in the plain loop itself
 _NARROW = {EVAL_LOSS: 4.0, FIRST_LOSS: 4.0, FIRST_GRAD_NORM: 16.0}  # spacings of the type
-_OWN_OPTIMIZER = 0.02  # one of the user's may round by shards, as those with states in 8 bits do
+_OWN_OPTIMIZER = 0.02  # the user's may round by shards, as optimizers with 8-bit states do
 _PLAIN_WEIGHTS = ("plain", "rank0")  # of `init`
-_SMALL_NORM = 1e-3  # of the first losses: a smaller gradient is the rounding of larger ones
+_SMALL_NORM = 1e-3  # relative to the first losses: a smaller gradient is rounding of larger ones
 _EPS = {Dtype.float32: 0.0, Dtype.bfloat16: 2.0**-7, Dtype.float16: 2.0**-10}
 _FLOAT32_EPS = 2.0**-23
 _TF32_EPS, _FLOAT8_EPS = 2.0**-10, 2.0**-3
@@ -53,7 +52,7 @@ class Gap(NamedTuple):
 
 
 def why_other_weights(config: TrialConfig) -> str:
-    """Return why a trial does not start with the weights that its constructor draws in a plain script; "": it does."""
+    """Return why a trial starts with other weights than a plain script; "": it starts with the same."""
     if config.init.name not in _PLAIN_WEIGHTS:
         return f"init={config.init.name} draws other first weights"
     return "checkpoint.resume_from gives other first weights" if config.checkpoint.resume_from else ""
@@ -68,16 +67,16 @@ def gaps_to_plain(
     noise: Mapping[str, float],
     own_eps: float,
 ) -> Iterator[Gap]:
-    """Yield the gap of each figure that a plain loop and a trial both have.
+    """Yield the gap of each figure that both a plain loop and a trial have.
 
     Args:
         expected: the plain loop's.
         found: the trial's.
         config: the trial's.
-        in_tf32: one of the two multiplies in TF32.
-        draws: forward passes draw random numbers, so that only the loss in `eval()` mode is the same.
+        in_tf32: the plain loop or the trial multiplies in TF32.
+        draws: forward passes draw random numbers, so only the loss in `eval()` mode is comparable.
         noise: how far each figure of the plain loop is off if gradients are rounded differently.
-        own_eps: the rounding of the narrowest parameters that the model makes itself.
+        own_eps: the rounding of the narrowest parameters that the model creates itself.
     """
     firsts = (abs(expected.get(key, 0.0)) for key in (EVAL_LOSS, FIRST_LOSS, EARLY_LOSS))
     scale = max((loss for loss in firsts if math.isfinite(loss)), default=1.0)
@@ -102,11 +101,11 @@ def narrowest(config: TrialConfig, figures: Mapping[str, float], in_tf32: bool) 
 
 
 def relative_gap(one: Mapping[str, float], other: Mapping[str, float], key: str, least: float) -> float:
-    """Return the difference of two figures as a ratio, to `least` if both are smaller; NaN: not known."""
+    """Return the difference of two figures as a ratio, relative to `least` if both are smaller; NaN: not known."""
     a, b = one.get(key, math.nan), other.get(key, math.nan)
     return abs(a - b) / (max(abs(a), abs(b), least) or 1.0)
 
 
 def least_of(key: str, scale: float) -> float:
-    """Return the least value to which a difference of figures is a ratio; `scale`: the first losses."""
+    """Return the least value that a difference is relative to; `scale`: the first losses."""
     return _SMALL_NORM * scale if key.endswith("_norm") else scale

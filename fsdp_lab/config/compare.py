@@ -1,4 +1,4 @@
-"""Which keys count where two configs are compared: all but those that the comparison's list names."""
+"""Which keys count when two configs are compared: all but those that the comparison's list names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESUMES = ("dry_run", "resume", "resume_failed", "resume_anyway")
 _NOWHERE = (*_RESUMES, "trial_timeout_s", "report", "nightly", "check")
 # Two cells of a grid, or two suggestions of a search: equal ones are one trial.
 CELLS = (*_NOWHERE, "forecast", "engine", "search", "scheduler", "repeats", "objective")
-# The start of a sweep and the start that resumes it.
+# The first start of a sweep, and the start that resumes it.
 STARTS = (
     *(*_NOWHERE, "search.num_trials", "cluster.address", "cluster.max_failures", "cluster.wait_timeout_s"),
     *("tracking.patience_s", "tracking.ui"),
@@ -25,7 +25,7 @@ STARTS = (
 _LENGTH = ("training.epochs", "training.max_steps", "training.timing_warmup_steps")
 _RECORDS = ("checkpoint", "export", "profile_trace", "memory_profile", "data.loader_workers", "data.val_batch_size")
 _DESCRIBES = ("model.flops_per_unit", "data.example_batch")
-# A trial that a resume trains and those of the start, with which it is compared.
+# A trial that a resume trains, and the trials of the first start that it is compared with.
 RESUMED = (*CELLS, "export", "profile_trace", "memory_profile", "tracking", "cluster.storage_path")
 # A trial and the checkpoint in its folder that it resumes from.
 CHECKPOINT = (*CELLS, *_LENGTH, *_RECORDS, *_DESCRIBES, "cluster", "tracking")
@@ -43,26 +43,26 @@ FORECAST = (
     *(*STEP, *_LENGTH, "training.epoch_steps", *_RECORDS, "data.num_train", "data.num_val", "task.metrics"),
     *("precision.init_scale", "precision.growth_interval", "check"),
 )
-# How a trial's losses come about, in whatever layout: what a plain loop of the user's code has none of.
+# The keys that a plain loop of the user's code does not have.
 LAYOUT = (
     *(key for axis in AXES if axis.is_layout for key in axis.keys),
     *("init", "training.sync_each_microbatch", "optimizer.implementation"),
     *("model.block_classes", "model.forward_methods", "model.tp_plan", "task.loss_chunks"),
 )
-# A plain loop stores its model as the trial does, and computes in that type.
+# A plain loop stores its model in the trial's type, and computes in that type.
 _COMPUTES = tuple(f"precision.{one.name}" for one in fields(PrecisionConfig) if one.name != "storage_dtype")
 # A trial and the plain loop of its values: the losses of its first steps.
 PLAIN = (
     *(*CELLS, *_RECORDS, *LAYOUT, *_COMPUTES, "repeat", "cluster", "tracking"),
     *(*_DESCRIBES, "training.timing_warmup_steps"),
 )
-# What of these values every plain loop of a sweep has another of: the first of all others are enough.
+# Values that each need their own plain loop in a sweep; of all other keys, the first values suffice.
 _KINDS = (
     *("model", "data", "task", "optimizer.name", "optimizer._target_", "optimizer.groups", "lr_schedule._target_"),
     *("training.grad_accum_steps", "batch_parts"),
     "precision.storage_dtype",
 )
-# To a forecast it matters only whether these are set: neither null nor zero.
+# A forecast depends only on whether these are set: neither null nor zero.
 _WHETHER = ("optimizer.weight_decay", "optimizer.momentum", "training.max_grad_norm")
 
 
@@ -77,7 +77,7 @@ def settings(config: TrialConfig, ignored: Collection[str]) -> dict[str, Any]:
 
 
 def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
-    """Return the settings that distinguish a trial within its sweep: two trials with equal values train identically.
+    """Return the settings that distinguish a trial in its sweep: trials with equal values train identically.
 
     Args:
         num_workers: the number of ranks that `cluster.num_workers` stands for.
@@ -86,7 +86,7 @@ def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
 
 
 def forecast_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
-    """Return the settings that may change the operators or the memory of a step: equal ones share a forecast.
+    """Return the settings that may change the operators or the memory of a step; equal ones share a forecast.
 
     Args:
         num_workers: the number of ranks that `cluster.num_workers` stands for.
@@ -105,7 +105,7 @@ def plain_settings(config: TrialConfig, dp_degree: int) -> dict[str, Any]:
 
 
 def plain_kind(config: TrialConfig, dp_degree: int) -> dict[str, Any]:
-    """Return those of `plain_settings` of which each combination has a plain loop of its own."""
+    """Return those of `plain_settings` that need a plain loop per combination."""
     return {name: value for name, value in plain_settings(config, dp_degree).items() if not counts(name, _KINDS)}
 
 

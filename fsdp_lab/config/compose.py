@@ -1,4 +1,4 @@
-"""Hydra's composed config -> the typed one, once, at the edge."""
+"""Converts Hydra's composed config to the typed one, once."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Trial:
         index: its number in the sweep; None: alone.
         choices: group -> option.
         overrides: its command line.
-        composed: the composed config, with Hydra's part, as plain values before interpolation.
-        resumed: overrides that were typed for a resume which trained it.
-        changed: `key=value` of what this resume had otherwise than the start of the sweep.
+        composed: the composed config with Hydra's part, as plain values without interpolation.
+        resumed: overrides of the resume that trained it.
+        changed: `key=value` of keys that differ between that resume and the start of the sweep.
     """
 
     index: int | None
@@ -61,7 +61,7 @@ class Trial:
 
     @property
     def words(self) -> list[str]:
-        """The command line that trains it again, with what was typed for a resume."""
+        """The command line that trains it again, with the overrides of a resume."""
         return with_overrides(self.overrides, self.resumed)
 
     @property
@@ -100,7 +100,7 @@ def with_typed(values: dict[str, Any], typed: Mapping[str, Any]) -> dict[str, An
 class Schema(NightlyConfig):
     """The schema of a composed config.
 
-    Groups that take any key have those of their option and those typed below them. `objective` is a list, or one word.
+    Groups that accept any key have the keys of their option and the typed ones. `objective` is a list or one word.
     """
 
     model: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
@@ -111,11 +111,11 @@ class Schema(NightlyConfig):
 
 
 def register_schema() -> None:
-    """Let Hydra check every override against the dataclasses, but for the groups that take any key."""
+    """Let Hydra check every override against the dataclasses, except for groups that accept any key."""
     schema = OmegaConf.structured(Schema)
     for group in OPEN_GROUPS:
         OmegaConf.set_struct(schema[group], False)  # a node's own flag wins over the root's
-    schema.task.name = "custom"  # of an option of the user's that says no name: ours say theirs
+    schema.task.name = "custom"  # for a user's option without a name; ours set theirs
     ConfigStore.instance().store(name="schema", node=schema, provider="fsdp_lab")
     OmegaConf.register_new_resolver("per_worker", _per_worker, replace=True)
 
@@ -131,7 +131,7 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
         alone = str(OmegaConf.select(_root_, "engine")) in ("inline", "Engine.inline")
         workers = 1 if alone else default_num_workers(OmegaConf.select(_root_, "cluster.address"))
     tp = OmegaConf.select(_root_, "sharding.tp")
-    return int(count) * max(1, workers // max(1, tp))  # what does not divide is refused later
+    return int(count) * max(1, workers // max(1, tp))  # sizes that do not divide are rejected later
 
 
 def typed_config(cfg: DictConfig, composed: Mapping[str, Any] | None = None) -> SweepConfig:
@@ -146,7 +146,7 @@ def nightly_config(cfg: DictConfig, composed: Mapping[str, Any] | None = None) -
     """Return the dataclasses behind a composed config, and set its `data.vocab_size` if the model has that.
 
     Args:
-        composed: the same in plain values, which costs time; None: not known yet.
+        composed: the same as plain values, to save time; None: not known yet.
 
     Raises:
         ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra; or credentials in an address.
@@ -184,7 +184,7 @@ def _fill_vocab_size(own: DictConfig) -> None:
 
 
 def with_variables(saved: SweepConfig) -> SweepConfig:
-    """Return a saved config with the variables in the arguments of its model, data and optimizer, if they are set."""
+    """Return a saved config, with set environment variables resolved in arguments of model, data and optimizer."""
     content = to_dict(saved)
     if not (named := variables_in(content)):
         return saved
@@ -211,7 +211,7 @@ def single_trial(cfg: DictConfig) -> Trial:
 
 
 def cell_trial(cfg: DictConfig, overrides: Sequence[str], number: int, sweep_folder: Path) -> Trial:
-    """Return the trial of a cell of a grid, or of a suggestion.
+    """Return the trial of a grid's cell, or of a search's suggestion.
 
     Args:
         cfg: composed by Hydra, with its own part.
@@ -230,6 +230,6 @@ def _trial(cfg: DictConfig, number: int | None, overrides: Sequence[str], folder
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return a composed config in plain values, interpolations as they were written."""
+    """Return a composed config as plain values, with interpolations as written."""
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)  # type: ignore[assignment]
     return values

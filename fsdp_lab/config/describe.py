@@ -1,4 +1,4 @@
-"""Lists every key, and reads its meaning from the docstring below the field."""
+"""Lists every key with its meaning, from the docstring below the field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeyDescription:
         name: dotted, as it is typed; `<argument>` stands for an argument of the user's callable.
         kind: its type in words.
         default: as it is typed.
-        takes: the values that are allowed; "" for all of the kind.
+        takes: the allowed values; "" for all of the kind.
         meaning: one sentence or two, in Markdown.
     """
 
@@ -73,7 +73,7 @@ def values_implied_by_option(group: str, option: str) -> dict[str, Any]:
 
 
 def valid_keys(key: str) -> str:
-    """Return sentences about the keys and groups that there are, and which one was probably meant."""
+    """Return sentences that list the keys and groups, and suggest the one that was probably meant."""
     prefix = key.split(".")[0].lstrip("+~")
     same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
     if "." in key and same:
@@ -150,7 +150,7 @@ def _kind(hint: Any) -> str:
 
 
 def _takes(name: str, hint: Any, known: Key) -> str:
-    """Return the values that a key takes; of one that a group's option sets, those of the options."""
+    """Return the allowed values of a key; for a key that a group's option sets, the values of the options."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return ", ".join(f"`{member}`" for member in hint.__members__)
     if name in REGISTRY:

@@ -8,7 +8,7 @@ class UserError(Exception):
 
 
 class ModelError(UserError):
-    """A model or a loss that the configuration cannot train on any machine, whatever files that has."""
+    """A model or a loss that the configuration cannot train on any machine."""
 
 
 class ConfigError(UserError, ValueError):

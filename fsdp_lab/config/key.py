@@ -12,10 +12,10 @@ from typing import Any
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.serialize import flatten
 
-LARGEST_INTEGER = 2**53  # what JSON and every database keep exactly
+LARGEST_INTEGER = 2**53  # JSON and every database store it exactly
 
 
-# Returns what is wrong with a value, to stand after `key=value`; None for a valid value. The reference shows its
+# Returns what is wrong with a value, as text to follow `key=value`; None for a valid value. The reference shows its
 # docstring, `Take ...`, as the key's values.
 Rule = Callable[[Any], str | None]
 
@@ -25,7 +25,7 @@ class Key:
     """The metadata of a key. Where it counts in comparisons is in `compare.py`.
 
     Attributes:
-        rule: the values that it takes; null is always allowed where the type allows it.
+        rule: checks a value; null is always valid if the type allows it.
         named_by_option: the name of a group's option implies the value, as `sharding=ddp` implies
             `sharding.granularity`.
         named: the name that users type, if it is not the field's.

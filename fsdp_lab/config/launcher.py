@@ -1,4 +1,4 @@
-"""The environment of a launcher such as torchrun, a PyTorchJob or Kubeflow's: this command starts its own ranks."""
+"""The environment of a launcher such as torchrun or a PyTorchJob: this command starts its own ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {
 
 
 def leave_launcher() -> None:
-    """Take a launcher's variables out of the environment, in which PyTorch would wait for ranks that never come.
+    """Remove a launcher's variables from the environment: with them PyTorch would wait for ranks that never come.
 
     Raises:
         ConfigError: it started this command several times, and this is not the first.

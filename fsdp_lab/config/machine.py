@@ -12,7 +12,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig
 from fsdp_lab.machine import hardware
 
-_OPEN_FILES = 256  # two workers ran with it, and none started with 128 (ray 2.60, two cores)
+_OPEN_FILES = 256  # two workers ran with it; none started with 128 (ray 2.60, two cores)
 _SOCKET_PATH = 107  # bytes, by the size of `sun_path` in unix(7)
 
 
@@ -21,8 +21,8 @@ class RunningCluster:
     """A Ray cluster at `cluster.address`.
 
     Attributes:
-        num_workers: that null stands for there: the GPUs of the node with the most, or 2 without GPUs.
-        is_here: whether every worker runs on this machine, whose GPUs are the cluster's.
+        num_workers: the meaning of null there: the GPUs of the node with the most, or 2 without GPUs.
+        is_here: every worker runs on this machine, so its GPUs are the cluster's.
     """
 
     num_workers: int
@@ -34,12 +34,12 @@ _clusters: dict[str, RunningCluster] = {}
 
 
 def ask_clusters(ask: Callable[[str], RunningCluster]) -> None:
-    """Let commands that train ask the cluster at an address, once, before its trials are composed and checked."""
+    """Register how a command that trains asks a cluster. Call it once, before trials are composed."""
     _asks[:] = [ask]
 
 
 def _cluster_at(address: str | None) -> RunningCluster | None:
-    """Return the cluster; None on this machine, or in a command that reaches none.
+    """Return the cluster; None on this machine, or in a command that connects to none.
 
     Raises:
         UserError: no Ray answers there.
@@ -61,7 +61,7 @@ def default_num_workers(address: str | None = None) -> int:
     """Return the number of GPUs that this process may use, or 2 without GPUs.
 
     Args:
-        address: of a running cluster, whose nodes count then.
+        address: of a running cluster, to use its nodes.
     """
     running = _cluster_at(address)
     return hardware.num_gpus() or 2 if running is None else running.num_workers
@@ -87,7 +87,7 @@ def loader_workers_of(config: SweepConfig) -> int:
 
 
 def ray_folder() -> Path:
-    """Return the folder below which a Ray that is started here puts its files.
+    """Return the folder for the files of a Ray that is started here.
 
     Raises:
         UserError: the path is too long for the sockets there, or this user may not write there.
@@ -115,7 +115,7 @@ def check_open_files() -> None:
     """Check that a Ray that is started here may open enough files; it raises the soft limit to the hard one itself.
 
     Raises:
-        UserError: it may not, and one of its servers would end, or hang.
+        UserError: it may not; one of its servers would crash or hang.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if 0 <= limit < _OPEN_FILES:

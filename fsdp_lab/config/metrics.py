@@ -14,22 +14,22 @@ from typing import Literal
 
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
 PREDICTED_SPEED, RATIO_ERROR, USD = "forecast/samples_per_s", "forecast/ratio_error", "perf/usd_per_million"
-PREDICTED_BY = "predicted_by"  # a trial's tag: the basis of its predicted speed
-RATIO_GROUP = "ratio_group"  # of the predictions that its own is compared with by the error of their ratio
-FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
+PREDICTED_BY = "predicted_by"  # tag of a trial: the basis of its predicted speed
+RATIO_GROUP = "ratio_group"  # tag: the group of predictions within which the error of ratios applies
+FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # the values of a forecast that are text
 OTHERS_CPU, TIMED_STEPS = "perf/others_cpu", "perf/timed_steps"
 MEDIAN_STEP, SLOW_STEP = "perf/step_time_p50_s", "perf/step_time_p95_s"
 FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
-LABELS = "train/labels"  # for a loss that returns its count
+LABELS = "train/labels"  # for a loss that also returns its count
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
 FIRST_LOSS, EARLY_LOSS, WARM_LOSS = "train/first_loss", "train/early_loss", "train/warm_loss"
-# Of a trial's first steps, and of the plain loop that it is compared with.
+# Of a trial's first steps and of its plain loop.
 EVAL_LOSS, CHECK_VAL_LOSS = "check/eval_loss", "check/val_loss"
 FIRST_GRAD_NORM, CHANGE_NORM = "check/grad_norm", "check/change_norm"
 CHECKED = (EVAL_LOSS, FIRST_LOSS, EARLY_LOSS, FIRST_GRAD_NORM, CHANGE_NORM, CHECK_VAL_LOSS)
-CHECK_STEPS, CHECK_SAMPLES = 3, 256  # that a plain loop trains and validates
+CHECK_STEPS, CHECK_SAMPLES = 3, 256  # steps and samples of a plain loop
 CHECK_BATCHES = 4  # of each rank, where batches are the user's own
 LOSSES = (TRAIN_LOSS, VAL_LOSS, "val/bits_per_byte")
 _FLOAT32_EPS = 2.0**-23
@@ -196,7 +196,7 @@ METRICS = (
         VAL_LOSS, "val loss", "", "the mean over the whole validation split",
         better="min", form="{:.4f}",
         csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
-        # by the train loss, where there is no validation split
+        # by the train loss if there is no validation split
         gate=Gate("loss", key="loss", label="final loss"),
     ),
     Metric(
@@ -432,10 +432,10 @@ def can_be_objective(key: str) -> bool:
 
 
 def spacing(key: str, figures: Mapping[str, float]) -> float:
-    """Return the difference from a trial's figure that means nothing: the rounding of a loss, 0 for most other metrics.
+    """Return the insignificant difference from a trial's figure: the rounding of a loss, 0 for most other metrics.
 
-    A loss is computed in a type whose relative rounding is `LOSS_EPS`; without that metric it is float32. Losses that
-    are below the rounding of the first one all count as zero, and so do other figures that tables show as zero.
+    `LOSS_EPS` is the relative rounding of the type of the loss; without it the type is float32. Losses below the
+    rounding of the first loss count as zero, and so do other figures that tables show as zero.
     """
     value = abs(figures.get(key, 0.0))
     if key == "val/perplexity":
@@ -449,7 +449,7 @@ def spacing(key: str, figures: Mapping[str, float]) -> float:
 
 
 def same_loss(key: str, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    """Return whether the metric is a loss that rounding does not tell apart in two trials' figures."""
+    """Return whether the metric is a loss that differs only by rounding between two trials."""
     return key in LOSSES and abs(one[key] - other[key]) <= max(spacing(key, one), spacing(key, other))
 
 

@@ -1,4 +1,4 @@
-"""What can be chosen: groups and their options, devices that have a data sheet, tasks, samplers and schedulers.
+"""The choices: groups and their options, devices with a data sheet, tasks, samplers and schedulers.
 
 Names and paths only: nothing is imported here, so a misspelled name fails without PyTorch, Ray or Optuna.
 """
@@ -15,11 +15,11 @@ from fsdp_lab.config.suggest import did_you_mean
 
 # Devices without a data sheet; `auto`: GPUs if this machine has any, else CPUs.
 DEVICE_KINDS = ("auto", "cpu", "cuda")
-OPEN_GROUPS = ("model", "data", "optimizer", "lr_schedule")  # they take a user's class, and with it any key
+OPEN_GROUPS = ("model", "data", "optimizer", "lr_schedule")  # they accept a user's class, and so any key
 _DEVICES = "device"  # the folder of data sheets
-OWN_FOLDER = "conf_of_mine"  # as the pages name the user's folder
+OWN_FOLDER = "conf_of_mine"  # the name of the user's folder in the docs
 PROBE = f"python -m fsdp_lab.probe --out {OWN_FOLDER}/device/mine.yaml"
-_OWN = "FSDP_LAB_CONFIG_DIR"  # the folder that `--config-dir` names, for processes that forecast, too
+_OWN = "FSDP_LAB_CONFIG_DIR"  # the folder of `--config-dir`, also for forecast processes
 # The key that names an entry -> its entries: name -> module.
 REGISTRY: dict[str, dict[str, str]] = {
     # a module with `build_task(TaskConfig, ModelConfig) -> Task`
@@ -67,7 +67,7 @@ def device_file(name: str) -> Path | None:
 
 
 def use_devices_of(config_dir: str | None) -> None:
-    """Let names of devices be those of a user's folder, too, which `--config-dir` names."""
+    """Also accept names of devices in the user's folder of `--config-dir`."""
     os.environ.pop(_OWN, None)
     if config_dir is not None:
         os.environ[_OWN] = str(Path(config_dir).absolute())
@@ -78,7 +78,7 @@ def _own_folders() -> list[Path]:
 
 
 def own_devices() -> list[Path]:
-    """Return the device files of the user's folder; without one, of that which the pages name."""
+    """Return the device files of the user's folder, by default of the one that the docs name."""
     folders = _own_folders() or [Path(OWN_FOLDER)]
     return sorted(file for folder in folders for file in (folder / _DEVICES).glob("*.yaml"))
 
@@ -108,7 +108,7 @@ def _is_path(name: str) -> bool:
 
 
 def options_of(group: str, config_dir: str | None = None) -> list[str]:
-    """Return the names of a group's options, with those of a user's folder; one in a subfolder is `team/small`."""
+    """Return the names of a group's options, including the user's; one in a subfolder is `team/small`."""
     folders = (folder / group for folder in (conf_dir(), Path(config_dir or conf_dir())))
     files = {file.relative_to(folder).with_suffix("") for folder in folders for file in folder.rglob("*.yaml")}
     return sorted(map(str, files))
@@ -128,9 +128,9 @@ def groups() -> list[str]:
 def option_values(group: str, option: str, config_dir: str | None = None) -> dict[str, Any]:
     """Return the keys and values of a group's option, as its file has them.
 
-    It is empty for an option that is not ours, nor in the folder of the user's options.
+    It is empty for an option that is neither ours nor in the user's folder.
     """
-    import yaml  # neither PyTorch nor torchvision brings it, and training takes no more than these
+    import yaml  # training needs only PyTorch and torchvision, which do not include it
 
     files = (folder / group / f"{option}.yaml" for folder in (conf_dir(), Path(config_dir or conf_dir())))
     file = next((file for file in files if file.is_file()), None)

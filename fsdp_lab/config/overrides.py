@@ -1,4 +1,4 @@
-"""The overrides of a command line, read once by Hydra's grammar and spelt alike from there on."""
+"""Reads the overrides of a command line with Hydra's grammar, and normalizes their spelling."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fsdp_lab.config.words import check_words, key_of
 
 _KEYS, _PARSER = frozenset(all_keys()), OverridesParser.create()
 _TEXT_KEYS = text_keys() | {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"}
-_PRESET = "experiment"  # the only group that may have no option
-_COMMANDS = ("forecast", "nightly", "report", "training")  # each is `python -m fsdp_lab.<name>`
-# Keys that the name of an option sets, by which tables and reports call the trial.
+_PRESET = "experiment"  # the only group that may be without an option
+_COMMANDS = ("forecast", "nightly", "report", "training")  # each runs as `python -m fsdp_lab.<name>`
+# Keys that an option sets; tables and reports show the option's name.
 _OF_OPTIONS = ("sharding.granularity", "optimizer.name", "lr_schedule.name", "task.name", "check.name")
 _REFUSED = {
     **{key: f"use {key.partition('.')[0]}=<option>, whose name the tables show" for key in _OF_OPTIONS},
@@ -35,10 +35,10 @@ _REFUSED = {
 
 
 def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[str]:
-    """Return overrides in which equal ones are spelt alike, so that the rest may read them as text.
+    """Return normalized overrides: equal ones have equal text, so that other code can compare text.
 
-    - A sweep of one value is that value, and a sweep of options a list of names.
-    - Names of options and values of keys for text are as typed: there `1e3` is no number.
+    - A sweep of one value becomes that value, and a sweep of options a list of names.
+    - Names of options and values of text keys stay as typed: `1e3` is text there.
     - Our groups and keys have no `+`, `++` or `@package`.
 
     Prints to standard error each override that a later one for the same key replaces, as in Hydra.
@@ -48,8 +48,8 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
         config_dir: the folder that `--config-dir` names.
 
     Raises:
-        ConfigError: an argument has credentials in it, is no override, names no option or sets what is ours to set; or
-            a key that is swept is there twice.
+        ConfigError: an argument has credentials, is no override, names an unknown option or sets a reserved key; or a
+            swept key occurs twice.
         OverrideParseException: an override cannot be parsed.
     """
     check_words(words)
@@ -125,7 +125,7 @@ def _spelt(override: Override, config_dir: str | None) -> str:
 
 
 def _other_keys(value: Any) -> list[Any]:
-    """Return the keys of dictionaries in a value that are no text: files and processes would make them text."""
+    """Return the dictionary keys in a value that are not text: files and processes would convert them to text."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     own = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
     return [*own, *(key for each in inner for key in _other_keys(each))]
@@ -163,7 +163,7 @@ def _texts(values: Sequence[Any], line: str, typed: str) -> list[str]:
     """Return values as the text that was typed.
 
     Raises:
-        ConfigError: one of them was read as another number, such as `1e3` as `1000.0`.
+        ConfigError: Hydra read one of them as another number, such as `1e3` as `1000.0`.
     """
     numbers = [str(each) for each in values if isinstance(each, int | float)]
     if lost := [each for each in numbers if each not in re.split(r"[\s,()]+", typed)]:
@@ -194,11 +194,11 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def search_path(config_dir: str | None) -> list[str]:
-    """Return the overrides by which Hydra finds the user's options in addition to ours, and let its devices have names.
+    """Return the overrides with which Hydra also finds the user's options, and register the user's devices.
 
     Raises:
-        ConfigError: there is no such folder; or a file in it would be ignored, because of its suffix or since one of
-            ours has its name.
+        ConfigError: there is no such folder; or Hydra would ignore a file in it, because of its suffix or because one
+            of ours has its name.
     """
     use_devices_of(config_dir)
     if config_dir is None:

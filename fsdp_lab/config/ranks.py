@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class Ranks(NamedTuple):
     """The degrees of a trial.
 
-    Neighbours share a layer (`tp`), then come those that share its parameters (`shard`), then the replicas.
+    Neighbouring ranks share a layer (`tp`); the next dimension shards parameters (`shard`); the last is the replicas.
 
     Attributes:
         workers: all ranks.
@@ -29,16 +29,16 @@ class Ranks(NamedTuple):
 
     @property
     def dp(self) -> int:
-        """Into how many parts a batch is divided."""
+        """The number of parts of a batch."""
         return self.workers // self.tp
 
     @property
     def shard(self) -> int:
-        """Over how many ranks a parameter is sharded."""
+        """The number of ranks that a parameter is sharded over."""
         return self.workers // (self.replicas * self.tp)
 
     def shown(self, *divided_by: str) -> str:
-        """Return the number of workers as it is typed, and the degrees above 1 that divide it, by their keys."""
+        """Return text with the number of workers and the degrees above 1 that divide it, by their keys."""
         degrees = {"dp_replicate": self.replicas, "tp": self.tp}
         by = "".join(f" / sharding.{name}={degrees[name]}" for name in divided_by if degrees[name] > 1)
         return f"cluster.num_workers={self.workers}{by}"

@@ -1,7 +1,6 @@
 """The rules between the keys of a trial, in the order in which they are applied.
 
-Each function raises ConfigError for a value that is wrong alone, and CombinationError for values that are invalid
-together.
+Each function raises ConfigError for an invalid value, and CombinationError for values that are invalid together.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from fsdp_lab.config.training import (
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, ModelSource, TaskConfig, needed_target, source_of
 
-# Task -> what its inputs are. The other tasks take anything. A model or a data set may have one as its `input_kind`.
+# Task -> the kind of its inputs. Other tasks accept any. A model or a data set may name one as its `input_kind`.
 KINDS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of texts"}
 
 LOADER_ARGUMENTS = ("split", "batch_size", "rank", "world_size", "seed")  # with which `data.loader` is called
@@ -182,7 +181,7 @@ def _check_batch(trial: TrialConfig, ranks: Ranks) -> None:
 
 
 def check_epoch(trial: TrialConfig, num_workers: int) -> None:
-    """Check that an epoch has a step, which forecasts need not have.
+    """Check that an epoch has a step; a forecast does not need one.
 
     Raises:
         CombinationError: the global batch is larger than `data.num_train`.
@@ -265,7 +264,7 @@ def _check_fused(trial: TrialConfig) -> None:
 
 
 def _check_parts(model: ModelConfig, data: DataConfig, task: TaskConfig) -> None:
-    """Check that the model, the data and the task are for the same kind of input. A part that says nothing fits any."""
+    """Check that the model, the data and the task have the same kind of input. A part without a kind fits any."""
     parts = [
         _of_target("model", model),
         _of_target("data", data),
@@ -296,12 +295,12 @@ def _of_target(group: str, part: ModelConfig | DataConfig) -> tuple[str, str | N
 
 
 def check_vocab_size(model: ModelConfig, data: DataConfig, needed: int | None) -> None:
-    """Check that a user's model with an argument `vocab_size` covers all tokens of the data.
+    """Check that the vocabulary of a user's model with an argument `vocab_size` covers all tokens of the data.
 
     Args:
-        model: checked if its vocabulary size is known.
-        data: of which a key is named.
-        needed: every token is less; None: not known.
+        model: not checked if its vocabulary size is unknown.
+        data: the message names one of its keys.
+        needed: larger than every token; None: not known.
     """
     if not isinstance(needed, int) or (has := model.vocab_size()) is None or has >= needed:
         return

@@ -1,4 +1,4 @@
-"""Typed configs to plain dictionaries and back, for everything that is written down or sent."""
+"""Converts typed configs to plain dictionaries and back, for files and messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def flatten(config: Any) -> dict[str, Any]:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by their dotted keys; an empty dictionary is a value."""
+    """Return nested values by their dotted keys; an empty dictionary counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -75,7 +75,7 @@ def merge(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part(config: Any, config_class: type[T]) -> T:
-    """Return the fields of `config` that belong to `config_class`, which its own class extends, as that class."""
+    """Return `config` as its base class `config_class`, with only that class's fields."""
     return config_class(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config_class)})  # type: ignore[arg-type]
 
 
@@ -163,10 +163,10 @@ class OpenGroup:
 
 
 class OursOrUsers(OpenGroup):
-    """A group with options of ours, or a callable of the user's, of which the other keys are arguments.
+    """A group with options of ours, or a user's callable; all other keys are the callable's arguments.
 
     Attributes:
-        own_keys: those that are no arguments of the callable.
+        own_keys: keys that are no arguments of the callable.
     """
 
     own_keys: typing.ClassVar[tuple[str, ...]]

@@ -1,4 +1,4 @@
-"""The source code that a sweep runs, fsdp_lab's and the user's: one digest, and the commits of both."""
+"""Digests and commits of the source code that a sweep runs: fsdp_lab's and the user's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pathlib import Path
 from fsdp_lab.config.target import is_installed, user_root
 
 PACKAGE = Path(__file__).resolve().parent.parent
-_MOST_FILES = 2000  # of one package
+_MOST_FILES = 2000  # limit for one package
 _GIT_LIMIT_S = 10.0
 _OF_A_HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
 
 def user_packages(paths: Iterable[str]) -> list[str]:
-    """Return the names of the user's packages that dotted paths begin with. Installed ones have versions instead."""
+    """Return the names of the user's packages that dotted paths start with.
+
+    Installed packages have versions instead.
+    """
     return sorted({path.partition(".")[0] for path in paths if user_root(path) is not None})
 
 
@@ -29,13 +32,13 @@ def code_digest(packages: Sequence[str]) -> str:
 
 
 def user_digest(package: str) -> str:
-    """Return the same of one of the user's packages alone."""
+    """Return the digest of one of the user's packages."""
     root = user_root(package)
     return _digest([] if root is None else [root])
 
 
 def loaded_files() -> dict[str, str] | None:
-    """Return the digest of each file of the user's modules that this process has imported; None: one has no file."""
+    """Return the digest of each file of the user's imported modules; None: a module has no file."""
     files = {str(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     # modules that PyTorch makes have names without a folder
     own = [file for file in files if os.path.isabs(file) and not is_installed(Path(file).resolve())]
@@ -43,7 +46,7 @@ def loaded_files() -> dict[str, str] | None:
 
 
 def same_files(files: Mapping[str, str]) -> bool:
-    """Return whether files have the same content as before. Raises OSError: one was removed."""
+    """Return whether files have the same content as before. Raises OSError if one was removed."""
     return all(_content(Path(file)) == before for file, before in files.items())
 
 
@@ -62,7 +65,7 @@ def _digest(roots: Sequence[Path]) -> str:
 
 def commit() -> str:
     """Return the commit of fsdp_lab's checkout; "" for an installed package."""
-    # A virtual environment inside somebody's repository must not have that repository's commit.
+    # An installation in a virtual environment inside another repository must not get that repository's commit.
     return (_git(PACKAGE, "rev-parse", "HEAD") or "") if _git(PACKAGE, "ls-files", "--", ".") else ""
 
 
@@ -76,7 +79,7 @@ def users_commit() -> tuple[str, bool]:
 def _git(folder: Path, *args: str) -> str | None:
     """Return what a git command prints in a folder; None if there is no git, or it fails."""
     command = ["git", "-C", str(folder), *args]
-    # A hook of git's names a repository for every folder.
+    # A git hook sets variables that name its repository for every folder.
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
     try:
         done = subprocess.run(

@@ -21,12 +21,12 @@ class TrialStatus(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether this start of the sweep is done with the trial."""
+        """Whether this start of the sweep is finished with the trial."""
         return self not in (TrialStatus.waiting, TrialStatus.starting, TrialStatus.running)
 
     @property
     def is_result(self) -> bool:
-        """Whether a resume keeps it. Running out of memory is a result: the sweep was to find that out."""
+        """Whether a resume keeps it. Running out of memory is a result that a sweep looks for."""
         return self.ended and self is not TrialStatus.interrupted
 
 

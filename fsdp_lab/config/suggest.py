@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-# What people type for it in other trainers -> the last part of our key, or our option.
+# Names in other trainers -> the last part of our key, or our option.
 _SYNONYMS = {
     "batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
     "per_device_batch_size": "global_batch_size", "epoch": "epochs",
@@ -26,8 +26,8 @@ _SYNONYMS = {
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` most likely means; None if nothing is close.
 
-    The last parts of dotted names are compared, whatever their case: by the names that other trainers use, then by what
-    continues with an underscore, or after a number with anything, by the nearest number, letter by letter.
+    Compares the last parts of dotted names, ignoring case. First come the names of other trainers, then names that
+    continue with an underscore (after a number, with anything), then the nearest number, then similar spelling.
     """
     names = list(known)
     leaf = _leaf(name)

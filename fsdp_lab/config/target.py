@@ -1,4 +1,4 @@
-"""The callables that `_target_` and other dotted paths name: imported, and compared with their arguments.
+"""Imports the callables that `_target_` and other dotted paths name, and checks their arguments.
 
 Imports the user's modules, and no heavy library itself.
 """
@@ -23,8 +23,8 @@ from fsdp_lab.config.serialize import typed
 from fsdp_lab.config.suggest import did_you_mean
 
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations that are checked
-# What fsdp_lab adds to the user's arguments.
-NAMED = "named_parameters"  # of an optimizer's class that asks for names, in place of `params`
+# The arguments that fsdp_lab adds to the user's.
+NAMED = "named_parameters"  # parameter of an optimizer class that requires names, in place of `params`
 _CALLED_WITH = {
     "split": 'split="train" and then split="val"',
     **{name: f"{name}=<a number>" for name in ("batch_size", "rank", "world_size", "seed", "size")},
@@ -114,7 +114,7 @@ def check_arguments(
     function: Any, path: str, group: str, arguments: Mapping[str, Any], given: Collection[str] = (),
     key: str = "_target_",
 ) -> None:  # fmt: skip
-    """Compare arguments with the signature of the callable that takes them.
+    """Compare arguments with the signature of their callable.
 
     Args:
         function: the callable. One without a readable signature, such as some builtins, is not checked.
@@ -176,12 +176,12 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:
 
 
 def given_to(function: Any) -> str:
-    """Return the name by which an optimizer's class takes the parameters."""
+    """Return the name of the argument of an optimizer class for the parameters."""
     return NAMED if NAMED in (parameters(function) or {}) else "params"
 
 
 def check_loss(path: str, key: str) -> None:
-    """Check that a callable takes a model and a batch, as a loss does.
+    """Check that a callable accepts a model and a batch, as a loss does.
 
     Raises:
         ConfigError: it cannot be imported, is a class, or takes other arguments.
@@ -195,14 +195,14 @@ def check_loss(path: str, key: str) -> None:
 
 
 def check_signature(path: str, key: str, names: tuple[str, str]) -> None:
-    """Check that a callable takes two arguments by their place.
+    """Check that a callable accepts two positional arguments.
 
     Raises:
-        ConfigError: it cannot be imported, or takes others.
+        ConfigError: it cannot be imported, or requires other arguments.
     """
     try:
         signature = inspect.signature(import_callable(path, key))
-    except (ValueError, TypeError):  # of some builtins nothing is known
+    except (ValueError, TypeError):  # some builtins have no signature
         return
     try:
         signature.bind(*names)
@@ -224,7 +224,7 @@ def user_line(error: BaseException) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error of the user's code in one line, such as `KeyError: 'x' (my_project/net.py:31)`."""
+    """Return an error of the user's code as one line, such as `KeyError: 'x' (my_project/net.py:31)`."""
     line = user_line(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" + (f" ({line})" if line else "")
 
@@ -265,7 +265,7 @@ def check_nested(arguments: Mapping[str, Any], group: str) -> None:
 
 
 def instantiate(value: Any, key: str) -> Any:
-    """Return a copy of arguments in which the object that it describes replaces each dictionary with a `_target_`."""
+    """Return a copy of arguments, with each dictionary that has a `_target_` replaced by its object."""
     if isinstance(value, list | tuple):
         return [instantiate(inner, f"{key}.{i}") for i, inner in enumerate(value)]
     if not isinstance(value, dict):
@@ -276,14 +276,14 @@ def instantiate(value: Any, key: str) -> Any:
 
 
 def argument(function: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an argument that a callable is given, or else its default; None without either."""
+    """Return the value of a callable's argument, or else its default; None without either."""
     parameter = (parameters(function) or {}).get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return arguments.get(name, default)
 
 
 def user_root(path: str) -> Path | None:
-    """Return the file or folder of the top-level module or package that a dotted path begins with.
+    """Return the file or folder of the top-level module or package of a dotted path.
 
     None if it is fsdp_lab's, installed, or missing.
     """

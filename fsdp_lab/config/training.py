@@ -1,4 +1,4 @@
-"""How a model is trained, and what is kept of the training."""
+"""The keys of training, optimizer, learning rate, checkpoints and checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LrScheduleName(Enum):
 
 # The operators below `torch.ops` whose outputs `selective` keeps: torchtitan's list
 # (`torchtitan/distributed/activation_checkpoint.py`) without communication, plus attention on a CPU.
-MATRIX_PRODUCTS = (  # of these every second one
+MATRIX_PRODUCTS = (  # every second one of these
     "aten.mm.default",
     "aten.addmm.default",
     "aten.linear.default",
@@ -79,7 +79,7 @@ class Init(Enum):
     meta = "meta"
 
 
-# `async` is a keyword of Python, so this one takes the functional form.
+# `async` is a keyword of Python, so this enum uses the functional form.
 CheckpointMode = Enum("CheckpointMode", {"off": "off", "sync": "sync", "async": "async"})
 
 
@@ -132,10 +132,10 @@ class TrainingConfig:
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def is_through(self, epoch: float, step: float) -> bool:
-        """Return whether a trial has trained all that it is to train.
+        """Return whether a trial has finished its training.
 
         Args:
-            epoch: the number of its epochs so far; the last may be one that `max_steps` cut short.
+            epoch: the number of its epochs so far; `max_steps` may have cut the last one short.
             step: the number of its optimizer steps so far.
         """
         return epoch >= self.epochs or (self.max_steps is not None and step >= self.max_steps)
@@ -196,9 +196,9 @@ class OptimizerConfig(OursOrUsers):
     def chosen_implementation(self, loss_scaling: bool, has_complex: bool = False) -> OptimizerImplementation:
         """Return the implementation, with `auto` resolved to fused where PyTorch supports it, else foreach.
 
-        Fused also keeps offloaded Adam from a loop over the parameters (pytorch#187615). Foreach is used with loss
-        scaling, because fused kernels unscale by themselves, on plain tensors only, for SGD, whose fused kernel
-        DTensor does not know, and for complex parameters, which fused kernels do not take.
+        Fused also avoids a loop over the parameters in offloaded Adam (pytorch#187615). Three cases use foreach. With
+        loss scaling, fused kernels would unscale themselves, but only plain tensors. DTensor does not support the fused
+        kernel of SGD. Fused kernels reject complex parameters.
         """
         if self.implementation is not OptimizerImplementation.auto:
             return self.implementation
@@ -236,7 +236,7 @@ class LrScheduleConfig(OursOrUsers):
         return {**dict.fromkeys(self.takes_steps(), total_steps), **instantiate(self.arguments, "lr_schedule")}
 
     def takes_steps(self) -> list[str]:
-        """Return the names by which the user's callable takes the number of steps, and which are not typed."""
+        """Return the user's callable's parameters for the number of steps that are not typed."""
         taken = parameters(import_callable(str(self.target), "lr_schedule._target_")) or {}
         return [name for name in _STEPS if name in taken and name not in self.arguments]
 

@@ -35,7 +35,7 @@ class ShardingConfig(PrefetchKeys, EmbeddingsKeys, TensorParallelKeys, Granulari
 
     @property
     def kind(self) -> str:
-        """The way in which ranks train, by the name of its file in `fsdp_lab/training/parallel`."""
+        """The name of the file in `fsdp_lab/training/parallel` that trains this way."""
         return kind_of(self.granularity, self.api, self.tp)
 
 
@@ -72,7 +72,7 @@ class TrialConfig(CompileKeys, ActivationOffloadKeys, CheckpointingKeys, _Groups
     """Record the memory of one step: not at all, its peak by category, or also a page that draws it."""
 
     def calls(self) -> dict[str, list[str]]:
-        """Return the names of the arguments that the user's optimizer and schedule get: what is known of their code."""
+        """Return the names of the arguments that the user's optimizer and schedule get."""
         calls = {}
         if self.optimizer.target is not None:
             calls["optimizer"] = [given_to(import_callable(self.optimizer.target, "optimizer._target_"))]

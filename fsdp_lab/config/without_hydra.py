@@ -1,6 +1,6 @@
 """A config of `group=option` and `key=value` on top of a file, composed where Hydra is not installed.
 
-`python -m fsdp_lab.training` needs PyTorch and a reader of YAML alone; it knows neither sweeps nor presets.
+`python -m fsdp_lab.training` needs only PyTorch and a YAML reader; it supports neither sweeps nor presets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
     for key, text in sorted(pairs, key=lambda pair: conf_dir() / pair[0] not in group_dirs()):  # options first
         group = conf_dir() / key
         value = _read_option(group, text) if group in group_dirs() else yaml.safe_load(text)
-        if key in OPEN_GROUPS and "_target_" in value:  # the arguments of another callable are none of this one's
+        if key in OPEN_GROUPS and "_target_" in value:  # drop the arguments of another callable
             values = {**values, key: {}}
         for name in reversed(key.split(".")):
             value = {name: value}
@@ -58,7 +58,7 @@ def _read_option(group: Path, option: str) -> Any:
 
 
 def _resolved(value: Any, root: dict[str, Any]) -> Any:
-    """Return `value` with each `${group.key}` replaced by the value of that key, as options of other groups use it.
+    """Return `value` with each `${group.key}`, which options use, replaced by the value of that key.
 
     Args:
         value: plain values in any nesting.

@@ -1,4 +1,4 @@
-"""The words of a command line, before Hydra reads them: options, what words imply, and the commands without Hydra."""
+"""The words of a command line before Hydra reads them: options, implied words, and commands without Hydra."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CODE_KEYS = (
     *("model.block_classes", "data.collate_fn", "data.loader", "data.example_batch"),
     *("task.loss", "task.metrics", "task.after_step", "optimizer.groups"),
 )
-# A key that only the option `custom` of its group has -> the group.
+# A key that exists only with the option `custom` of its group -> the group.
 _CUSTOM = {
     **{"task.loss": "task", "data.loader": "data"},
     **{f"{name}._target_": name for name in ("model", "data", "optimizer", "lr_schedule")},
 }
 _CHOSEN = ("task", "model", "data")
-# Task -> the targets of its models and data sets, and what stands with it where nothing else is typed.
+# Task -> the targets of its models and data sets, and the words that it implies if nothing else is typed.
 _TEXT = {
     "language": (
         ("fsdp_lab.workloads.examples.language.", "fsdp_lab.workloads.hf.models.causal_lm"),
@@ -34,7 +34,7 @@ _TEXT = {
         {"model": "t5_tiny", "data": "pydoc_summaries"},
     ),
 }
-_OURS = ("lm_tiny", "hf_causal_lm")  # models that train on any text; the others are published sizes
+_OURS = ("lm_tiny", "hf_causal_lm")  # models that train on any text; all others are published sizes
 _UNUSED = {
     "MLFLOW_EXPERIMENT_ID": "tracking.experiment, or MLFLOW_EXPERIMENT_NAME, names the experiment",
     "MLFLOW_RUN_ID": "each trial gets a run of its own",
@@ -48,7 +48,7 @@ def key_of(word: str) -> str:
 
 
 def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:
-    """Return overrides, with those in `on_top` replacing the ones for the same keys."""
+    """Return overrides; those in `on_top` replace the ones for the same keys."""
     keys = {key_of(override) for override in on_top}
     return [*(override for override in overrides if key_of(override) not in keys), *on_top]
 
@@ -79,7 +79,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the folder that `--config-dir` names, which adds the user's options to ours, and the other arguments.
+    """Return the folder of `--config-dir`, which adds the user's options, and the other arguments.
 
     The folder is None without the option.
 
@@ -104,7 +104,7 @@ def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
 def with_custom(words: Sequence[str]) -> list[str]:
     """Return a command line in which `model._target_=...` implies `model=custom`; likewise `data` and `task.loss`.
 
-    Without it the sizes of the default model would become arguments of the user's callable.
+    Otherwise the sizes of the default model would become arguments of the user's callable.
     """
     rest: list[str] = []
     chosen = {key_of(word) for word in words}
@@ -124,7 +124,7 @@ def _with_task(words: Sequence[str]) -> list[str]:
     - A published model implies `data=synthetic_tokens`.
     - Pair data implies `task=seq2seq`, which implies `model=t5_tiny` and `data=pydoc_summaries`.
 
-    What is typed or chosen by a preset stays. A preset of the user's own counts as choosing all three.
+    Typed options and those of a preset stay. A user's own preset counts as choosing all three.
     """
     typed = {group: word.partition("=")[2] for word in words for group in _CHOSEN if word.startswith(f"{group}=")}
     options = [(group, option) for group, value in typed.items() for option in value.split(",")]
@@ -163,8 +163,8 @@ def may_name_code(key: str) -> bool:
 def with_environment(words: Sequence[str], config_dir: str | None = None) -> list[str]:
     """Return a command line with the store and the experiment that MLflow's variables name, unless it names them.
 
-    They become words of it, so that the sweep's record has them: a resume from another shell uses the same store.
-    What its preset sets stays.
+    They become words of the command line, so that the sweep's record has them: a resume from another shell uses the
+    same store. Keys of the preset stay.
 
     Args:
         config_dir: the folder of the user's options; None: there is none.
@@ -176,7 +176,7 @@ def with_environment(words: Sequence[str], config_dir: str | None = None) -> lis
         return list(words)
     preset = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), "null")
     content = option_values("experiment", preset, config_dir)
-    of_preset = content.get("tracking") or {} if isinstance(content, dict) else {}  # else refused when it is composed
+    of_preset = content.get("tracking") or {} if isinstance(content, dict) else {}  # else composing rejects it
     typed = {*map(key_of, words), *(f"tracking.{key}" for key in of_preset)}
     missing = {key: name for key, name in MLFLOW_VARIABLES.items() if os.environ.get(name) and key not in typed}
     for name in missing.values():
@@ -198,12 +198,12 @@ def quoted(value: object) -> str:
     """Return a value as text in a Hydra override: quoted, except for a plain path."""
     if _PLAIN_PATH.fullmatch(str(value)):
         return str(value)
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # else OmegaConf looks for what is in the braces
-    text = re.sub(r"(\\*)('|$)", r"\1\1\2", text).replace("'", "\\'")  # only before a quote is a backslash an escape
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # otherwise OmegaConf interpolates it
+    text = re.sub(r"(\\*)('|$)", r"\1\1\2", text).replace("'", "\\'")  # a backslash escapes only before a quote
     return f"'{text}'"
 
 
-# Hydra would read 1e3, true or null as no text.
+# Hydra would not read 1e3, true or null as text.
 _PLAIN_PATH = re.compile(
     r"(?!(?:null|true|false|nan|inf)$)[a-z_][\w.-]*(/[\w.-]+)*|[\w.-]*(/[\w.-]+)+", re.ASCII | re.IGNORECASE
 )

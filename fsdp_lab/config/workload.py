@@ -17,10 +17,10 @@ from fsdp_lab.config.target import (
     parameters,
 )
 
-COUNTING_TASKS = ("classification", "language", "seq2seq")  # which labels count is known from the batch
+COUNTING_TASKS = ("classification", "language", "seq2seq")  # the batch determines which labels count
 # What tensor parallelism does with a module: see fsdp_lab/training/parallel/tensor.py.
 TP_WORDS = ("colwise", "rowwise", "sequence", "loss_parallel", "colwise_gathered", "rowwise_split", "heads")
-EXAMPLE_BATCH = "model.example_batch"  # the target of `data=example`: the batches are the model's own
+EXAMPLE_BATCH = "model.example_batch"  # the target of `data=example`: the model makes the batches
 
 
 class ModelSource:
@@ -52,9 +52,9 @@ class ModelSource:
         """
 
     def load_weights(self, *args: Any, **arguments: Any) -> Any:
-        """Return a function that puts other first weights into parameters and buffers by their names.
+        """Return a function that loads initial weights into parameters and buffers by name.
 
-        None: the constructor's weights are the first.
+        None: training starts from the constructor's weights.
         """
         return None
 
@@ -67,7 +67,7 @@ class ModelSource:
         return None
 
     def tp_plan(self, *args: Any, **arguments: Any) -> dict[str, str]:
-        """Return how tensor parallelism divides modules, see `ModelConfig.tp_plan`; empty: it cannot.
+        """Return how tensor parallelism divides modules, see `ModelConfig.tp_plan`; empty: it is not supported.
 
         Raises:
             UserError: the model's own plan cannot be applied.
@@ -83,7 +83,7 @@ class ModelSource:
         return None
 
     def image_sizes(self, *args: Any, **arguments: Any) -> dict[str, int]:
-        """Return `image_size`, `num_channels` and `num_classes` of the images that the model takes, where known."""
+        """Return `image_size`, `num_channels` and `num_classes` of the images that the model accepts, if known."""
         return {}
 
 
@@ -122,7 +122,7 @@ class ModelConfig(OpenGroup):
         return size if isinstance(size, int) else None
 
     def known_tp_plan(self) -> dict[str, str] | None:
-        """Return the tensor-parallel plan, empty for a model without one; None: not known before the model is built."""
+        """Return the tensor-parallel plan, empty for a model without one; None: not known before building."""
         function = self.function()
         if self.tp_plan is None and isinstance(function, ModelSource):
             return function.tp_plan(**self.arguments)
@@ -130,7 +130,7 @@ class ModelConfig(OpenGroup):
         return None if plan is None else dict(plan)
 
     def tp_sizes(self) -> dict[str, int]:
-        """Return the arguments that the degree of the model's own plan must divide, as far as the model names them."""
+        """Return the arguments that the degree of the model's own plan must divide, if the model names them."""
         if self.tp_plan is not None:
             return {}
         function = self.function()
@@ -140,7 +140,7 @@ class ModelConfig(OpenGroup):
         return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     def sizes(self) -> dict[str, int]:
-        """Return what a data set may take from a `ModelSource`; see `ModelSource.image_sizes`."""
+        """Return the sizes that a data set may use from a `ModelSource`; see `ModelSource.image_sizes`."""
         source = source_of(self)
         return {} if source is None else source.image_sizes(**self.arguments)
 
@@ -201,12 +201,12 @@ class DataConfig(OpenGroup):
         return None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
 
     def sizes_from(self, model: ModelConfig) -> dict[str, int]:
-        """Return the sizes of the model that the target takes as arguments and that were not typed."""
+        """Return the sizes of the model that the target has as arguments and that were not typed."""
         taken = parameters(self.function()) or {}
         return {name: size for name, size in model.sizes().items() if name in taken and name not in self.arguments}
 
     def arguments_for(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the arguments, with sizes of the model for untyped ones that the target takes."""
+        """Return the arguments, with sizes of the model for untyped arguments of the target."""
         return {**self.sizes_from(model), **self.arguments}
 
     def check_files(self) -> None:
@@ -217,7 +217,7 @@ class DataConfig(OpenGroup):
         """
         try:
             self.ask("check_files")
-        except UserError:  # our own data sets say it in one message
+        except UserError:  # our own data sets raise a complete message
             raise
         except Exception as error:
             raise UserError(f"{self.typed}: {type(error).__name__}: {error}") from error
@@ -226,7 +226,7 @@ class DataConfig(OpenGroup):
         """Return what a static method of the target returns for the arguments; None without that method.
 
         Args:
-            model: gives the sizes that nobody typed; None: the target's defaults.
+            model: provides sizes that were not typed; None: use the target's defaults.
         """
         asked = getattr(self.function(), method, None)
         arguments = self.arguments if model is None else self.arguments_for(model)
@@ -240,7 +240,7 @@ class DataConfig(OpenGroup):
 
 
 def may_lack_labels(task_name: str, data: DataConfig) -> bool:
-    """Return whether batches may differ in the number of labels that count: packed rows and images of ours do not."""
+    """Return whether batches may differ in the number of labels that count. Our packed rows and images do not."""
     return task_name == "seq2seq" or not str(data.target).startswith("fsdp_lab.")
 
 
@@ -251,7 +251,7 @@ def source_of(model: ModelConfig) -> ModelSource | None:
 
 
 def known_vocab_size(values: dict[str, Any]) -> int | None:
-    """Return the number of tokens that a model knows whose configuration is in a file; None for other models.
+    """Return the vocabulary size of a model with a configuration file; None for other models.
 
     Args:
         values: the values of the group `model`.
@@ -294,8 +294,10 @@ class TaskConfig:
     """What speed counts: `samples` or `tokens`; null: the task's own. Tokens of your batches are those of `input_ids`,
     else of `labels`, else of the first rows of whole numbers, else the count that your loss returns."""
     step: Optional[str] = key(None)
-    """For `custom`: path to `f(parts, run)`, your step of several losses. `parts` are the model's children by name;
-    `run.minimize(name, loss_of)` takes a step of the optimizer of that name. `task.loss` and `task.metrics` get the
+    """For `custom`: path to `f(parts, run)`, your step of several losses.
+
+    `parts` are the model's children by name; `run.minimize(name, loss_of)` takes a step of the optimizer of that name.
+    `task.loss` and `task.metrics` get the
     parts, too, and are for validation."""
     optimizers: Optional[str] = key(None)
     """With `step`: path to `f(parts, lr)` that returns `{name: optimizer}`; it gets `optimizer.lr`. Null: `optimizer`

@@ -1,6 +1,6 @@
-"""The axes of a sweep, a file each: to add one, write its file, list it here, and put its keys into `trial.py`.
+"""The axes of a sweep, one file per axis.
 
-How it trains is in `fsdp_lab/training`.
+To add one, write its file, list it here, and put its keys into `trial.py`. The training code is in `fsdp_lab/training`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fsdp_lab.config.ranks import Ranks
     from fsdp_lab.config.trial import TrialConfig
 
-# In the order in which rules are applied, and in which a departure from the plain value weighs.
+# In the order in which rules apply; an earlier axis weighs more when settings tie.
 AXES: tuple[Axis, ...] = (
     sharding.AXIS, api.AXIS, embeddings.AXIS, tensor_parallel.AXIS, prefetch.AXIS, precision.AXIS, offload.AXIS,
     reshard.AXIS, checkpointing.AXIS, activation_offload.AXIS, compile.AXIS,
@@ -35,11 +35,11 @@ AXES: tuple[Axis, ...] = (
 
 
 def effective(trial: TrialConfig, ranks: Ranks) -> dict[str, Any]:
-    """Return the values of those keys that the settings of others and the ranks decide."""
+    """Return the values of the keys that other keys and the ranks decide."""
     return {name: value for axis in AXES for name, value in axis.effective(trial, ranks).items()}
 
 
 def notes(trial: TrialConfig, where: Where) -> Iterator[str]:
-    """Yield a sentence for each setting that does not do what one may expect."""
+    """Yield a sentence for each setting with an unexpected effect."""
     for axis in AXES:
         yield from axis.notes(trial, where)

@@ -1,4 +1,4 @@
-"""`activation_offload`: where what a block saves for its backward pass waits for it."""
+"""`activation_offload`: where activations that a block saves for its backward pass are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALLEST = 1024  # bytes that are moved, as in torchtune and trl
 
 
 class ActivationOffload(Enum):
-    """Where what blocks save for the backward pass is between the passes: on the device, or in pinned host memory."""
+    """Where activations that blocks save are kept until the backward pass: on the device, or in pinned host memory."""
 
     none = "none"
     cpu = "cpu"

@@ -108,7 +108,7 @@ def _check_fsdp1(trial: TrialConfig) -> None:
 
 
 def kind_of(granularity: Granularity, api: Api, tp: int) -> str:
-    """Return the way in which ranks train, by the name of its file in `fsdp_lab/training/parallel`."""
+    """Return the name of the file in `fsdp_lab/training/parallel` that trains this way."""
     if granularity is Granularity.ddp:
         return "ddp"
     return "tensor" if tp > 1 else api.name
@@ -123,7 +123,7 @@ def strategy_of(trial: TrialConfig) -> str:
 
 
 def _notes(trial: TrialConfig, where: Where) -> Iterator[str]:
-    """Yield a sentence for each setting that FSDP1 treats unlike FSDP2."""
+    """Yield a sentence for each setting that FSDP1 and FSDP2 treat differently."""
     training, precision = trial.training, trial.precision
     if trial.sharding.api is not Api.fsdp1:
         return

@@ -1,4 +1,4 @@
-"""What one axis of a sweep is. `AXES` lists all; rules, notes, comparisons and choices iterate over it."""
+"""One axis of a sweep. `AXES` lists all; rules, notes, comparisons and choices iterate over it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a trial runs, or would run, as far as notes need it.
+    """Where a trial runs, or would run; only what notes need.
 
     Attributes:
         cuda: on GPUs.
-        has_tf32: these can multiply in TF32; None: not known.
-        trains: it is trained, not only forecast.
-        groups_compared: an own optimizer gives sharded parameters the groups of whole ones.
-        nodes: that of each rank; empty: not known.
+        has_tf32: the GPUs can multiply in TF32; None: not known.
+        trains: the trial is trained, not only forecast.
+        groups_compared: a user's optimizer was found to group sharded parameters like whole ones.
+        nodes: the node of each rank; empty: not known.
     """
 
     cuda: bool
@@ -34,21 +34,20 @@ class Where:
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that is varied.
+    """One axis of a sweep: its keys and their rules.
 
     Attributes:
         keys: its keys, the first of which names it; a group stands for all its keys.
-        plain: of two settings that are as good, the one with this value of the first key is taken; "": any.
+        plain: the value of the first key that wins a tie between settings; "": any.
         changes_losses: other values may change a loss by more than rounding.
-        is_layout: a plain loop of the user's code has nothing of it.
-        divides: by it a model is divided or recomputed: a value with wrong losses has them in every precision.
-        since: key -> the method of FSDP2 that it calls, and the version since which PyTorch has that.
-        check: raises ConfigError for a value that is wrong alone, CombinationError for values that are invalid
-            together.
-        check_machine: raises UserError if this machine lacks what the settings need; its second argument is whether
+        is_layout: a plain loop of the user's code does not have it.
+        divides: it divides or recomputes the model: a value with wrong losses has them in every precision.
+        since: key -> the method of FSDP2 that it calls, and the first version of PyTorch with that method.
+        check: raises ConfigError for an invalid value, CombinationError for values that are invalid together.
+        check_machine: raises UserError if this machine lacks something that the settings need; its second argument:
             trials run here.
-        effective: key -> the value that other settings and the ranks decide, equal for all that train alike.
-        notes: a sentence for each setting that does not do what one may expect.
+        effective: key -> the value that other settings and the ranks decide; equal values train alike.
+        notes: a sentence for each setting with an unexpected effect.
     """
 
     keys: tuple[str, ...]
@@ -64,10 +63,10 @@ class Axis:
 
 
 def refuse(setting: str, others: Mapping[str, tuple[bool, str]], instead: str) -> None:
-    """Raise CombinationError for the first of the others that is set.
+    """Raise CombinationError for the first of `others` that is set.
 
     Args:
-        others: what is typed, to whether it is set, and why not with the setting.
+        others: text as typed -> whether it is set, and why it conflicts with the setting.
         instead: the end of the message.
     """
     for typed, (is_set, why) in others.items():

@@ -37,8 +37,8 @@ class CheckpointingKeys:
 
 
 def _check(trial: TrialConfig, ranks: Ranks) -> None:
-    # PyTorch counts a block's operators in the forward pass and in its recomputation: a unit inside the block gathers
-    # only in the first.
+    # PyTorch compares a block's operators in the forward pass with those in its recomputation. A unit inside the block
+    # gathers only in the forward pass.
     granularity = trial.sharding.granularity.name
     inside = granularity in ("per_layer", "size_based")
     if inside and trial.activation_checkpointing is ActivationCheckpointing.selective:
@@ -49,7 +49,7 @@ def _check(trial: TrialConfig, ranks: Ranks) -> None:
 
 
 def _effective(trial: TrialConfig, ranks: Ranks) -> dict[str, Any]:
-    """Return the mode and its n, which counts for `every_n` alone; every block is `full`."""
+    """Return the mode and its n, which only `every_n` uses; `every_n` with n=1 is `full`."""
     mode, every = trial.activation_checkpointing, trial.activation_checkpointing_every
     if mode is ActivationCheckpointing.every_n and every == 1:
         mode = ActivationCheckpointing.full

@@ -23,7 +23,7 @@ class CompileKeys:
 
 
 def compiles_loss(trial: TrialConfig) -> bool:
-    """Return whether the loss is compiled: that of tokens, from all logits at once."""
+    """Return whether the loss is compiled: only a loss of tokens, from all logits at once."""
     of_logits = trial.task.name in ("language", "seq2seq") and trial.task.loss_chunks == 1
     return trial.compile and trial.compile_loss and of_logits
 

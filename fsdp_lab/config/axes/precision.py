@@ -56,7 +56,7 @@ class PrecisionConfig:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the model is converted, so that nothing of it is kept in float32."""
+        """Whether the model is stored in a narrow type, with nothing in float32."""
         return self.storage_dtype is not Dtype.float32
 
 

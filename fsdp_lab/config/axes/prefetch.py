@@ -24,7 +24,10 @@ class PrefetchKeys:
 
 
 def _effective(trial: TrialConfig, ranks: Ranks) -> dict[str, Any]:
-    """Return the units that FSDP1 gathers ahead, by default one backwards; of FSDP2 null differs from any number."""
+    """Return the units that are gathered ahead.
+
+    FSDP1's default is one in the backward pass; FSDP2's null differs from any number.
+    """
     sharding = trial.sharding
     if sharding.api.name == "fsdp2":
         return {}

@@ -36,7 +36,7 @@ class ReshardConfig:
     """Ranks of the smaller mesh of `to_size`; it divides the sharding degree."""
 
     def effective(self, sharding: ShardingConfig, ranks: Ranks) -> tuple[str, int | None]:
-        """Return the policy and size that these settings resolve to, equal for all settings that reshard alike.
+        """Return the policy and size that these settings resolve to; settings that reshard alike have equal ones.
 
         DDP reshards nothing: `("none", None)`. `default` keeps the root's parameters, so for `root` it is `never`. A
         mesh of one worker is `never` and a mesh of all workers is `always`, as FSDP2 itself reads it. FSDP1 keeps the

@@ -60,7 +60,7 @@ def _check(trial: TrialConfig, ranks: Ranks) -> None:
 
 
 def _sizes(trial: TrialConfig, plan: Mapping[str, str]) -> dict[str, int]:
-    """Return the sizes that tensor parallelism divides, as far as keys and configurations show them."""
+    """Return the sizes that tensor parallelism divides, as far as keys and model configurations have them."""
     sizes = {f"model.{name}": size for name, size in trial.model.tp_sizes().items()}
     if "rowwise_split" in plan.values():  # each rank has all heads
         sizes = {name: size for name, size in sizes.items() if "heads" not in name}
@@ -71,7 +71,7 @@ def _sizes(trial: TrialConfig, plan: Mapping[str, str]) -> dict[str, int]:
 
 
 def check_placement(tp: int, spread: bool) -> None:
-    """Raise CombinationError if the workers that share a layer are to be spread over nodes."""
+    """Raise CombinationError if the placement spreads the workers that share a layer over nodes."""
     if tp > 1 and spread:
         raise CombinationError(
             f"sharding.tp={tp} with cluster.placement=spread: the {tp} workers that divide a layer have to share a "
@@ -83,10 +83,10 @@ def check_nodes(tp: int, nodes: Sequence[str]) -> None:
     """Check that each tensor-parallel group is within a node.
 
     Args:
-        nodes: that of each rank.
+        nodes: the node of each rank.
 
     Raises:
-        UserError: with the first group that is not.
+        UserError: for the first group that is not.
     """
     for first in range(0, len(nodes), tp):
         group = nodes[first : first + tp]
