@@ -32,12 +32,12 @@ from fsdp_lab.config.words import store_named
 from fsdp_lab.machine.output import outlast_reader
 
 _GIB = 2**30
-_LEAST_MEMORY = 3 * _GIB  # the driver, Ray and two workers of the default trial had 2.7 GiB to themselves
+_LEAST_MEMORY = 3 * _GIB  # the driver, Ray and two workers of the default trial used 2.7 GiB
 _NEEDED = ("torch", "torchvision", "ray", "mlflow", "hydra", "omegaconf", "optuna", "rich", "plotly", "yaml")
 
 
 class Finding(NamedTuple):
-    """What a check found; `remedy` is "" if there is nothing to do, and `fails` if sweeps fail until it is done."""
+    """The result of a check. `remedy` is "" if there is nothing to do; `fails`: sweeps fail without the remedy."""
 
     observation: str
     remedy: str = ""
@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         try:
             finding = check(remedy)
-        except Exception as error:  # noqa: BLE001 - whatever a broken installation, device or store raises
-            remedy = "" if isinstance(error, UserError) else remedy  # which the message has
+        except Exception as error:  # noqa: BLE001 - a broken installation, device or store may raise anything
+            remedy = "" if isinstance(error, UserError) else remedy  # the message has it
             finding = Finding(f"{type(error).__name__}: {error}".partition("\n")[0], remedy, fails=True)
         level = "wrong" if finding.fails else "note" if finding.remedy else "ok"
         print(f"{level:<7}{subject:<15}{finding.observation}", flush=True)

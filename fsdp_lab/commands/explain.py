@@ -38,8 +38,8 @@ from fsdp_lab.memory.profile import Profile
 from fsdp_lab.report.texts import change, memory
 
 _ANSWERS = 3
-_CLEARLY = 0.02  # by what share an answer needs less
-_OTHER = 0.05  # from which difference on a forecast is of another setting than what ran
+_CLEARLY = 0.02  # an answer must need less than this share
+_OTHER = 0.05  # larger differences mean that another setting ran
 _LOGS = ("error.txt", "logs/rank*.log")  # of a trial's folder
 
 
@@ -90,7 +90,7 @@ def run(source: Path, typed: list[str]) -> int:
 
 
 def _read(source: Path) -> tuple[Shortage, list[str]]:
-    """Return the failed allocation of a log, a snapshot or a trial's folder, and the overrides that are known of it."""
+    """Return the failed allocation in a log, a snapshot or a trial's folder, and the overrides that it has."""
     if source.is_dir():
         overrides = source / ".hydra" / "overrides.yaml"
         try:
@@ -134,7 +134,7 @@ def _said(shortage: Shortage) -> Iterator[str]:
 
 def _asked(shortage: Shortage, profile: Profile) -> Iterator[str]:
     if shortage.is_shared:
-        yield "a segment of that size is shared by tensors below 10 MiB, so it tells none of them"
+        yield "tensors below 10 MiB share segments of that size, so the size identifies no tensor"
         return
     asking = who_asked(profile, shortage)
     if asking is None:
@@ -161,13 +161,13 @@ def _asked(shortage: Shortage, profile: Profile) -> Iterator[str]:
 
 
 def _remedies(request: Request, overrides: list[str], shortage: Shortage) -> int:
-    """Print the cheapest settings that fit, each as it is forecast, and return the exit status."""
+    """Print the cheapest settings that fit, each after its forecast, and return the exit status."""
     if request.capacity_bytes is None:
         print("what would fit is not known without the GPU's memory: set forecast.capacity_gib")
         return ExitCode.finished
     changes, requests = [list[str]()], [request]
     for typed in smaller_settings(request.config, request.samples_per_worker):
-        with suppress(UserError):  # what excludes each other
+        with suppress(UserError):  # combinations that exclude each other
             requests.append(_request(with_overrides(overrides, typed)))
             changes.append(typed)
     print(f"{WORKING}{len(requests) - 1} settings that need less", flush=True)
@@ -178,7 +178,7 @@ def _remedies(request: Request, overrides: list[str], shortage: Shortage) -> int
     cancelled = sum(one.error == NoForecast("cancelled") for one in made)
     if cancelled:
         print(f"interrupted after {len(made) - cancelled} of {len(made)} settings; the others are missing below")
-    # what the forecast finds to fit has failed here: an answer needs that much less
+    # the forecast is too low for what failed here, so an answer must need that much less
     most = made[0].needed_bytes - max(shortage.asked.num_bytes - (shortage.free or 0), _CLEARLY * made[0].needed_bytes)
     fitting = [
         (typed, one)
@@ -202,7 +202,7 @@ def _remedies(request: Request, overrides: list[str], shortage: Shortage) -> int
 
 
 def _is_more(typed: list[str], cheaper: Sequence[tuple[list[str], Forecast]]) -> bool:
-    """Return whether a part of these changes is cheaper."""
+    """Return whether these changes include all of a cheaper answer."""
     return any(set(part) < set(typed) for part, _ in cheaper)
 
 

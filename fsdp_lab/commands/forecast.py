@@ -137,7 +137,7 @@ def run(plan: Plan, swept: list[str], as_code: bool = False) -> int:
             raise UserError(f"use=pytorch: {result.recommendation.sentence}")
         print(setting_of_forecast(best, result.axes or plan.trials[0].overrides), end="")
         return ExitCode.finished
-    asked = plan.trials[0].config.forecast.device not in DEVICE_KINDS  # else the speed comes with this machine's GPU
+    asked = plan.trials[0].config.forecast.device not in DEVICE_KINDS  # else it is this machine's GPU
     return ExitCode.failed if any(r.forecast.error or (r.forecast.no_speed and asked) for r in result.rows) else 0
 
 
@@ -155,17 +155,17 @@ def setting_of_forecast(row: Row, keys: Sequence[str]) -> str:
 
 
 def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = False) -> ForecastResult:
-    """Forecast, write the files, and print all but why settings have no forecast.
+    """Forecast, write the files, and print everything except why settings have no forecast.
 
     Args:
-        here: forecast a single configuration in this process, which is faster, and leaves it unfit for another group of
-            processes.
+        here: forecast a single configuration in this process. That is faster, but the process cannot join a process
+            group later.
 
     Raises:
         UserError: the folder cannot be written, or the only configuration cannot be forecast here.
         KeyboardInterrupt: interrupted before the first forecast.
     """
-    # what these import takes a second: refusals come before
+    # these imports take a second: errors come first
     from fsdp_lab.forecast.answer import ForecastResult, answers
     from fsdp_lab.forecast.sentences import room_remedies, sentences
 
@@ -228,7 +228,7 @@ def _request(trial: Trial, page: Path) -> Request:
 def _rows(
     trials: Sequence[Trial], requests: Sequence[Request], forecasts: Sequence[Forecast], swept: Sequence[str]
 ) -> list[Row]:
-    """Return one row for each setting, in the order of the grid; settings that share a forecast share its pages."""
+    """Return one row per setting, in the order of the grid; settings with the same forecast share its pages."""
     pages: dict[str, Path | None] = {}
     rows = []
     for trial, request, forecast in zip(trials, requests, forecasts, strict=True):
@@ -240,7 +240,7 @@ def _rows(
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows without those that differ only in keys that have no effect on them, whose values are `any`.
+    """Return the rows, without those that differ only in keys without effect on them; such values become `any`.
 
     For example, DDP shards nothing, so it ignores how to gather parameters again.
     """
@@ -256,7 +256,7 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
-    """Return the forecasts, and show how many distinct ones are done and how long the others will take."""
+    """Return the forecasts, and print how many distinct ones are done and the time left."""
     columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len({request.key for request in requests}))
@@ -265,7 +265,7 @@ def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
         def on_done(done: int, total: int) -> None:
             nonlocal first, spoke
             now = time.monotonic()
-            if done == 1:  # much of its time was imports
+            if done == 1:  # most of its time was imports
                 first = now
             progress.update(task, completed=done)
             if not console.is_terminal and now - spoke >= SPEAK_S:  # a pipe or a file shows no bar
@@ -276,7 +276,7 @@ def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
 
 
 def print_scope(console: Console, trials: list[Trial], requests: list[Request], swept: list[str]) -> None:
-    """Print what the figures are about, and what in the configuration they do not include."""
+    """Print what the figures are for, and what they exclude."""
     from fsdp_lab.forecast.sentences import request_notes
 
     groups = ["model", "sharding", "precision", "offload", "reshard_after_forward"]

@@ -29,9 +29,9 @@ from fsdp_lab.sweep.plan import Plan, plan_sweep
 
 @contextmanager
 def hydra_as_it_was() -> Iterator[None]:
-    """Restore Hydra's state at the end, for a caller who may use Hydra: its schemas, and the resolvers of OmegaConf."""
+    """Restore Hydra's schemas and OmegaConf's resolvers at the end, because the caller may use Hydra, too."""
     state = Singleton.get_state()
-    GlobalHydra.instance().clear()  # of a notebook that has composed, or of `@hydra.main`
+    GlobalHydra.instance().clear()  # from a notebook that has composed, or from `@hydra.main`
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def hydra_as_it_was() -> Iterator[None]:
 
 
 def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str]]:
-    """Return the configurations to forecast, and the keys in which they differ.
+    """Return the configurations to forecast, and the keys that differ between them.
 
     Raises:
         Exception: Hydra or the checks refuse the overrides.
@@ -75,7 +75,7 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
 
 
 def check(config: SweepConfig) -> None:
-    """Apply the rules for configurations that are only forecast, and that of the device. Raises UserError."""
+    """Apply the rules for forecasts, including that for the device. Raises UserError."""
     check_to_forecast(config)
     check_device(config, workers_of(config))
 

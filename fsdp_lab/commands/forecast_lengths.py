@@ -11,7 +11,7 @@ from fsdp_lab.config.target import parameters
 from fsdp_lab.config.workload import DataConfig
 from fsdp_lab.forecast.table import Row
 
-_SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)  # of rows that are no longer than a length that is forecast
+_SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)  # the shares of rows that the forecast lengths cover
 _KEYS = ("length", "seq_len")
 
 
@@ -19,7 +19,7 @@ def key_of_lengths(data: DataConfig) -> str:
     """Return the key of the length of a row.
 
     Raises:
-        ConfigError: the data have none.
+        ConfigError: the data have no such key.
     """
     taken = parameters(data.function()) if data.function() is not None else {}
     for name in _KEYS:
@@ -54,7 +54,7 @@ def read_lengths(path: str) -> dict[int, int]:
 
 
 def chosen(counts: dict[int, int]) -> list[int]:
-    """Return the lengths that are forecast: those that half, 90, 99, 99.9 and 100 % of the rows do not exceed."""
+    """Return the lengths to forecast: those that half, 90, 99, 99.9 and 100 % of the rows do not exceed."""
     total, sums = sum(counts.values()), [*accumulate(counts.values())]
     places = (next(i for i, so_far in enumerate(sums) if so_far >= share * total) for share in _SHARES)
     return [[*counts][place] for place in dict.fromkeys(places)]
@@ -64,7 +64,7 @@ def sentences_of_lengths(rows: Sequence[Row], counts: dict[int, int], step_rows:
     """Yield what fits.
 
     Args:
-        rows: of the lengths that are forecast; a row's only setting is its length.
+        rows: one per forecast length; the length is the only setting of a row.
         counts: rows of each length.
         step_rows: the rows of a step over all workers.
     """

@@ -33,9 +33,9 @@ _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead o
 
 
 def main() -> None:
-    """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input), 70 (a bug) or 130 (Ctrl-C)."""
+    """Run, and exit with 0 (every trial has a result), 1 (one failed), 2 (bad input), 70 (a bug) or 130 (Ctrl-C)."""
     outlast_reader()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, and we print one message
     try:
         if (answer := information(sys.argv[1:])) is not None:
             print(answer)
@@ -43,8 +43,8 @@ def main() -> None:
         leave_launcher()
         config_dir, words = split_config_dir(sys.argv[1:])
         if {"-h", "--help"} & set(words):
-            words = ["--help"]  # Hydra would first compose a trial of the other words
-        search_path(config_dir)  # looks whether the folder is there, and what is in it
+            words = ["--help"]  # with other words Hydra would first compose a trial
+        search_path(config_dir)  # checks the folder and its files
         options, overrides = _split(words)
         check_options(options)
         overrides = read_overrides(overrides, config_dir)
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _of_folder(error: Exception) -> Exception:
-    """Return an error of Hydra's, which makes the folder of a trial, as the message for it; others as they are."""
+    """Return the message for an error of Hydra's while it creates a trial's folder; other errors unchanged."""
     raised_in = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if isinstance(error, OSError) and error.filename and run_job.__name__ in raised_in:
         return unwritable("hydra.run.dir", Path(error.filename), error)
@@ -102,9 +102,9 @@ def information(arguments: Sequence[str]) -> str | None:
 
 
 def end_interrupted() -> NoReturn:
-    """Exit with 130 after everything that is registered for the exit.
+    """Run the registered exit functions, then exit with 130.
 
-    Ray's native threads, interrupted in the middle of their start, would crash the interpreter during its shutdown.
+    Ray's native threads, if interrupted during their start, would crash the interpreter at its shutdown.
     """
     atexit._run_exitfuncs()  # noqa: SLF001 (Python has no public name for it)
     stop_ray()
@@ -121,7 +121,7 @@ def run_single(cfg: Any) -> None:
     try:
         code = run(Alone(single_trial(cfg)))
     except Exception as error:  # noqa: BLE001 - `leave` prints it
-        leave(error)  # here already: Hydra would print a line of its own first
+        leave(error)  # here, because Hydra would first print its own line
     if code:
         sys.exit(code)
 
@@ -137,7 +137,7 @@ def leave(error: Exception) -> NoReturn:
 
 
 def resume_first(arguments: list[str]) -> list[str]:
-    """Return the command line that `resume=...` stands for, or an unchanged one."""
+    """Return the command line of the sweep that `resume=...` names; without it, the same words."""
     if not any(a.startswith("resume=") and a != "resume=null" for a in arguments):
         return arguments
     from fsdp_lab.sweep.store.resume import resume_arguments
@@ -146,10 +146,10 @@ def resume_first(arguments: list[str]) -> list[str]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Check that options are ones that this command has, in full.
+    """Check that this command has these options, written in full.
 
     Raises:
-        ConfigError: one is not; or it names another configuration than ours.
+        ConfigError: an option is unknown, or names another configuration than ours.
     """
     for name in (option.partition("=")[0] for option in options if option.startswith("-")):
         if name in _CONFIG:
@@ -166,15 +166,15 @@ def check_options(options: Sequence[str]) -> None:
 _CONFIG = ("--config-path", "-cp", "--config-name", "-cn")
 _OPTIONS = ("-m", "--multirun", "-r", "--run", "--config-dir", "-cd", *_SHOWS, "--resolve", "-p", "--package", "-sc",
     "--shell-completion", "--hydra-help", "--experimental-rerun", "--version", "--keys", "-h", "--help")  # fmt: skip
-# Hydra's options whose value is a word of its own.
+# Hydra's options whose value is the next word.
 _WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn")
 
 
 def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
     """Return the arguments with options first, `-m` and `--config-dir` before all others.
 
-    argparse needs the overrides together, but people type options anywhere. If a config is to be shown, `-m` is
-    dropped: Hydra refuses both at once, and shows one trial's.
+    argparse needs the overrides together, but people type options anywhere. With an option that shows the config, `-m`
+    is dropped: Hydra rejects both at once.
     """
     shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
     flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]

@@ -1,4 +1,4 @@
-"""Errors that the command line caused -> messages for users."""
+"""Converts errors that the command line caused to messages for users."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def explain(error: BaseException, folder_key: str = "hydra.run.dir (hydra.sweep.
     """
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours
+    if isinstance(error.__cause__, UserError):  # OmegaConf wraps our message
         return str(error.__cause__)
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
@@ -163,7 +163,7 @@ def _example(key: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text with each run of white space as one space."""
+    """Return a text with white space collapsed to single spaces."""
     return " ".join(text.split())
 
 

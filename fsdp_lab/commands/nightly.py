@@ -4,7 +4,7 @@ python -m fsdp_lab.nightly                       on its schedule, in the foregro
 python -m fsdp_lab.nightly --once                now: for cron, Slurm's scrontab, CI
 python -m fsdp_lab.nightly --check               print what would run, and when; run nothing
 python -m fsdp_lab.nightly --accept "reason"     make the last night the baseline
-python -m fsdp_lab.nightly --judge               judge the last night, whose verdict the disk did not take
+python -m fsdp_lab.nightly --judge               judge the last night, if its verdict was not written
 
 The other arguments are overrides of fsdp_lab; lists are axes. Without experiment=... the study is experiment=nightly.
 Its own keys:
@@ -64,14 +64,14 @@ from fsdp_lab.nightly.texts import regressions_line
 from fsdp_lab.storage.locks import holder, locked
 from fsdp_lab.sweep.grid import all_overrides, composer, discrete_values
 
-NightTimes = Callable[[datetime], datetime]  # the first night after a moment, in UTC
+NightTimes = Callable[[datetime], datetime]  # returns the first night after a time, in UTC
 
 _OPTIONS = ("--once", "--check", "--accept", "--judge")
 _NIGHTS_SHOWN = 3
 _LOOK_S = 60.0  # clocks are set, and machines sleep
-_LARGEST_CHANGE = timedelta(hours=3)  # of a clock that is set forward or back
+_LARGEST_CHANGE = timedelta(hours=3)  # by which a clock is set forward or back
 _EVERY_HOUR = ("*", "*/1", "0-23")
-_DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler counts from Monday
+_DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler's start on Monday
 _NUMBER_OR_NAME = re.compile(r"(\*|\d+(-\d+)?)(/\d+)?|[a-z]{3}(-[a-z]{3})?")
 _WEEKDAY = re.compile(r"\*|[0-7](-[1-7])?|[a-z]{3}(-[a-z]{3})?")
 _NOT_HERE = {  # keys that a night sets itself
@@ -166,7 +166,7 @@ def print_plan(study: Study, times: NightTimes) -> None:
     past = good_nights(study, nights)
     log_dates(nights)
     print(f"study:    {study.name}, in {study.folder}")
-    shown = [word for word in study.arguments if not word.startswith("hydra.sweeper.params.")]  # null: no axis
+    shown = [word for word in study.arguments if not word.startswith("hydra.sweeper.params.")]  # null is no axis
     print(f"sweep:    {shlex.join(['python', '-m', 'fsdp_lab', '-m', *shown])}")
     print(f"baseline: {_named(past[-1]) if past else 'none yet: the first good night becomes it'}")
     if at_work := holder(study.folder / ".lock"):
@@ -184,7 +184,7 @@ def _named(night: Night, more: str = "") -> str:
 
 
 def read_study(overrides: list[str]) -> Study:
-    """Return the study that the overrides describe.
+    """Return the study of these overrides.
 
     Raises:
         Exception: Hydra or the checks refuse them.
@@ -239,7 +239,7 @@ def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[
         for key, value in settings(config, NIGHTS).items()
         if key.partition(".")[0] not in swept and key not in swept
     }
-    if "data.loader_workers" in judged:  # as a number: what null stands for changes what is measured
+    if "data.loader_workers" in judged:  # resolved: the meaning of null changes what is measured
         judged["data.loader_workers"] = loader_workers_of(config)
     if "cluster.cpus_per_worker" not in swept:
         judged["cluster.cpus_per_worker"] = cpus_per_worker_of(config.cluster)
@@ -250,7 +250,7 @@ def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[
 def _axes(defaults: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     """Return the arguments for the axes, in the order of the words.
 
-    The default axes are typed, and out of the way of Hydra's own: the repeats then lie as far apart as they can.
+    They name the default axes, too, so that the repeats come first and are as far apart as possible.
     """
     typed = [w for w in overrides if not w.lstrip("+~").startswith(("nightly.", "hydra.sweep.dir="))]
     named = {w.partition("=")[0] for w in typed}
@@ -262,17 +262,17 @@ def _axes(defaults: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
 def night_times(cron: str, zone: str | None, now: datetime) -> NightTimes:
     """Return the times of a cron expression: minute hour day month weekday, with 0 and 7 for Sunday.
 
-    APScheduler's trigger loses times after midnight on days on which clocks change. Here it computes in UTC what
-    the clock on the wall shows, and `zoneinfo` says when it does. A time that clocks skip comes as much later as they
-    are set forward. Of a time that occurs twice it is the first, or both of a schedule for every hour.
+    APScheduler's trigger loses times after midnight on days on which clocks change. So it computes local times as if
+    they were UTC, and `zoneinfo` converts them. A time that clocks skip moves later by the change. Of a time that
+    occurs twice the first counts, or both in a schedule for every hour.
 
     Args:
-        cron: the expression; of day and weekday, it has one.
+        cron: the expression; it may restrict the day or the weekday, not both.
         zone: a name such as Europe/Berlin; None: this machine's.
         now: for the check that there is a next night at all.
 
     Raises:
-        ConfigError: an expression or a zone that is none, or a night that never comes.
+        ConfigError: an invalid expression or zone, or a date that never comes.
     """
     try:
         known = ZoneInfo(zone) if zone is not None else get_localzone()
@@ -307,7 +307,7 @@ def _first_after(moment: datetime, shown: CronTrigger, zone: tzinfo, fold: int) 
 
 
 def _weekdays(fields: list[str]) -> str:
-    """Return the weekdays as APScheduler reads them, which counts from Monday and would ignore what follows a name."""
+    """Return the weekdays for APScheduler, which counts from Monday and ignores text after a name."""
     if "*" not in (fields[2], fields[4]):
         raise ValueError("a day of the month and a weekday cannot be combined")
     for place, field in enumerate(fields):
@@ -319,7 +319,7 @@ def _weekdays(fields: list[str]) -> str:
 
 
 def is_due(nights: Sequence[Night], times: NightTimes, now: datetime) -> bool:
-    """Return whether the night after the last one was missed. One that is dated in the future says nothing."""
+    """Return whether the night after the last one was missed. Nights that are dated in the future are ignored."""
     begun = [datetime.fromtimestamp(night.begun, UTC) for night in nights]
     past = [moment for moment in begun if moment <= now]
     return bool(begun) and (not past or times(past[-1]) <= now)
@@ -328,10 +328,10 @@ def is_due(nights: Sequence[Night], times: NightTimes, now: datetime) -> bool:
 def run_schedule(times: NightTimes, overrides: Sequence[str], waits: bool) -> int:
     """Run `python -m fsdp_lab.nightly --once` at its times, until this process is interrupted.
 
-    Each night is a process of its own, so it has the code as it is then. Of many that were missed one runs.
+    Each night is a new process, so it runs the current code. Of several missed nights only one runs.
 
     Args:
-        waits: a night was missed, see `is_due`; it runs at once.
+        waits: a night was missed (see `is_due`) and runs at once.
 
     Returns:
         130 if the interrupt interrupted a night; else 0.
@@ -343,7 +343,7 @@ def run_schedule(times: NightTimes, overrides: Sequence[str], waits: bool) -> in
             log(f"the next night is {night.astimezone():%Y-%m-%d %H:%M:%S %Z}")
             while (left := (night - datetime.now(UTC)).total_seconds()) > 0:
                 time.sleep(min(left, _LOOK_S))
-            process = subprocess.Popen(command, start_new_session=True)  # Ctrl-C is ours to pass on
+            process = subprocess.Popen(command, start_new_session=True)  # this process passes Ctrl-C on
             if process.wait() < 0:
                 log("the night was killed, and is incomplete")
             night, process = times(datetime.now(UTC)), None

@@ -52,7 +52,7 @@ from fsdp_lab.sweep.plan import Plan
 
 CHANGED = 3
 _BYTES, _FIGURES = ("sharded", "gathered", "bytes"), ("before", "after", "change")  # columns
-_FEW = 4  # settings that share a process, which first imports PyTorch
+_FEW = 4  # settings per process, which first imports PyTorch
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,10 +96,10 @@ _KEYS = ("lock", "check", *TOLERANCES)
 
 
 def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
-    """Make plans; write, or check them.
+    """Make plans; print, write or check them.
 
     Args:
-        own: what is typed for the keys of this command.
+        own: the typed values of this command's keys.
 
     Raises:
         Exception: bad input, as `explain` knows it.
@@ -143,7 +143,7 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
 
 
 def _planned(overrides: list[str], multirun: bool, lock: str | None) -> tuple[Plan, list[str]]:
-    """Return the configurations, and the keys in which they differ; an error names the lock that they are of."""
+    """Return the configurations, and the keys that differ between them. An error names their lock."""
     try:
         return plan_forecasts(overrides, multirun)
     except Exception as error:
@@ -165,7 +165,7 @@ def _share(key: str, text: str) -> float:
 
 
 def make_plans(plan: Plan, swept: Sequence[str]) -> dict[str, StepPlan | UserError]:
-    """Return the plan of each setting, or why there is none: of one here, of several in processes."""
+    """Return the plan of each setting, or why there is none. One setting runs here, several in other processes."""
     names = [" ".join(f"{key}={value_text(setting(trial, key))}" for key in swept) for trial in plan.trials]
     questions = [(request_of(trial.config), name) for trial, name in zip(plan.trials, names, strict=True)]
     if len(questions) == 1:
@@ -200,7 +200,7 @@ def show(console: Console, plan: StepPlan) -> None:
 
 
 def table(title: str, rows: Sequence[Mapping[str, object]]) -> FittingTable:
-    """Return rows as a table, without the weights of units."""
+    """Return rows as a table, without their `weights`."""
     columns = []
     for name in [name for name in rows[0] if name != "weights"] if rows else ():
         cells = [_cell(name, row[name]) for row in rows]

@@ -1,14 +1,14 @@
 """Measure this machine for forecasts, in a minute and a half at most.
 
 python -m fsdp_lab.probe --out conf_of_mine/device/mine.yaml
-torchrun --nproc-per-node 8 -m fsdp_lab.probe --out conf_of_mine/device/mine.yaml    what its ranks send, too
+torchrun --nproc-per-node 8 -m fsdp_lab.probe --out conf_of_mine/device/mine.yaml    also measures collectives
 python -m fsdp_lab.forecast --config-dir conf_of_mine forecast.device=mine           uses the file
 
-Prints each figure beside what it was before, and changes no clock, power limit or mode of the device. Options:
+Prints each figure next to its value before. Changes no clock, power limit or mode of the device. Options:
   --out FILE   where to write the device file; without it the figures are only printed
   --force      overwrite a file that is there
-  --steps      also run eight steps of a ViT and a Llama, print forecast against measured, and let the ranges for this
-               device rest on these errors; some minutes more
+  --steps      also run eight steps of a ViT and a Llama, print forecast against measured, and use these errors for the
+               ranges for this device; some minutes more
   nccl=FILE    read the table that a program of nccl-tests printed, such as all_gather_perf; may be given several times
   cluster.address=HOST:PORT   measure on all GPUs of a running Ray cluster, between its nodes, too
 """
@@ -73,7 +73,7 @@ def read_arguments(words: Sequence[str]) -> Asked:
     """Return what the arguments ask for.
 
     Raises:
-        ConfigError: an unknown argument; or a file that is there already, does not end in .yaml, or has a name of ours.
+        ConfigError: an unknown argument; or a file that exists, does not end in .yaml, or has a reserved name.
     """
     parser = argparse.ArgumentParser("fsdp_lab.probe", add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=lambda word: Path(word).expanduser())
@@ -109,7 +109,7 @@ def run(asked: Asked) -> None:
         UserError: a log cannot be read, the cluster does not answer, or the file cannot be written.
     """
     logs: list[Log] = []
-    if asked.logs:  # before ranks wait for each other
+    if asked.logs:  # errors come before ranks wait for each other
         from fsdp_lab.probe.collectives import read_nccl_log
 
         logs = [read_nccl_log(file) for file in asked.logs]
@@ -132,7 +132,7 @@ def run(asked: Asked) -> None:
 
 
 def probed(asked: Asked, logs: Sequence[Log] = ()) -> tuple[list[str], str]:
-    """Measure on this rank, and return what to print, and the device file; empty but on the first."""
+    """Measure on this rank, and return the lines to print and the device file; empty except on the first rank."""
     from fsdp_lab.config.machine import check_gpus
     from fsdp_lab.forecast.devices import sheet_of
     from fsdp_lab.probe.measure import check_steps, device_here, measure
@@ -158,7 +158,7 @@ def probed(asked: Asked, logs: Sequence[Log] = ()) -> tuple[list[str], str]:
 
 
 def lines(measured: Measurement) -> Iterator[str]:
-    """Yield each figure beside what it was before, what was left, and whether the device was busy."""
+    """Yield each figure and its value before, figures that were not measured, and whether the device was busy."""
     yield f"{'figure':<26}{'before':>11}{'measured':>11}"
     for name, before, value, spread in measured.figures:
         was = "-" if before is None else f"{before:.3g}"
@@ -181,7 +181,7 @@ def step_lines(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def source(measured: Measurement, ranks: int) -> str:
-    """Return where the figures come from: host, driver, versions, and what was left."""
+    """Return the source of the figures: host, driver, versions, and what was not measured."""
     import torch
 
     parts = [f"python -m fsdp_lab.probe on {platform.node()}, {time.strftime('%Y-%m-%d')}, {ranks} rank(s)"]

@@ -33,7 +33,7 @@ from fsdp_lab.report.their_keys import Reading, read, trainers
 
 _NEEDED = ("cluster.num_workers", "model", "data", "optimizer", "training.global_batch_size")
 _REFUSED = {
-    "DEEPSPEED": "is of DeepSpeed, which is not read; nearest to its ZeRO-2 is sharding=per_block "
+    "DEEPSPEED": "is for DeepSpeed, which is not supported; nearest to its ZeRO-2 is sharding=per_block "
     "reshard_after_forward=never, to its ZeRO-3 sharding=per_block reshard_after_forward=default.",
     "MEGATRON_LM": "divides a model into stages, which fsdp_lab does not; sharding.tp divides its layers.",
 }
@@ -60,10 +60,10 @@ def main() -> int:
 
 
 def read_file(file: Path) -> tuple[str, Reading]:
-    """Return the name of a file's trainer, and what the file means.
+    """Return the name of a file's trainer, and its settings.
 
     Raises:
-        UserError: it cannot be read, or is of no trainer that is.
+        UserError: it cannot be read, or belongs to no supported trainer.
     """
     content = _load(file)
     for key in (key for key in ("zero_optimization", "deepspeed") if content.get(key)):
@@ -75,7 +75,7 @@ def read_file(file: Path) -> tuple[str, Reading]:
     try:
         return _read(file, content)
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{file}: a value is of another type than its trainer takes: {error}.") from None
+        raise UserError(f"{file}: a value has another type than its trainer accepts: {error}.") from None
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _load(file: Path) -> dict[str, Any]:
 def _read(file: Path, content: dict[str, Any]) -> tuple[str, Reading]:
     flat = leaves(content)
     if "distributed_type" in content or "compute_environment" in content:
-        for group, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):  # which it adds where it lacks
+        for group, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):  # accelerate adds prefixes
             inner = content.get(group) or {}
             content[group] = {prefix + str(key).removeprefix(prefix): value for key, value in inner.items()}
         name, derived = "accelerate", dict[str, Any]()
@@ -112,7 +112,7 @@ def _read(file: Path, content: dict[str, Any]) -> tuple[str, Reading]:
 
 
 def _of_trainer(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what overrides are made of, and put into the content what TrainingArguments makes of older forms."""
+    """Return the parts of the overrides; replace older forms in the content, as TrainingArguments does."""
     inner = {str(key).removeprefix("fsdp_"): value for key, value in (content.get("fsdp_config") or {}).items()}
     words = content.get("fsdp") or []
     for word in words.split() if isinstance(words, str) else words if isinstance(words, list) else ():
@@ -131,17 +131,17 @@ def _of_trainer(content: dict[str, Any]) -> dict[str, Any]:
     if epochs == int(epochs):
         derived["epochs"] = int(epochs)
     if warmup == int(warmup):
-        is_constant = get("lr_scheduler_type") == "constant"  # which has none
+        is_constant = get("lr_scheduler_type") == "constant"  # `constant` has no warmup
         derived["warmup"] = "" if is_constant else f"lr_schedule.num_warmup_steps={int(warmup)}"
     return derived
 
 
 def _of_torchtitan(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what overrides are made of."""
+    """Return the parts of the overrides."""
     training, degrees, model = (content.get(name, {}) for name in ("training", "parallelism", "model"))
     kinds = {"data_parallel_replicate": 1, "data_parallel_shard": -1, "tensor_parallel": 1}
     replicas, shard, tp = (degrees.get(f"{kind}_degree", default) for kind, default in kinds.items())
-    if shard == 1 and tp > 1:  # not DDP, as one rank of FSDP is
+    if shard == 1 and tp > 1:  # one rank of FSDP alone would be DDP
         degrees["data_parallel_shard_degree"] = -1
     option = str(content.get("activation_checkpoint", {}).get("selective_ac_option", "2"))
     derived = {"selective": "selective"} if option == "op" else dict[str, Any]()
@@ -160,7 +160,7 @@ def _classes(config: dict[str, Any]) -> list[str]:
     """Return the import paths of the block classes that a file names; empty if one is not transformers'."""
     keys = ("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls_to_wrap")
     names: str | list[str] = next((config[key] for key in keys if config.get(key)), [])
-    spec = importlib.util.find_spec("transformers") if names else None  # its files, without importing it
+    spec = importlib.util.find_spec("transformers") if names else None  # reads its files without importing it
     places = spec.submodule_search_locations if spec else None
     files = [file for place in places or () for file in Path(place).glob("models/*/modeling_*.py")]
     sources, paths = {file: file.read_text(encoding="utf-8") for file in files}, []

@@ -15,7 +15,7 @@ from fsdp_lab.config.options import groups, option_values, options_of
 from fsdp_lab.config.serialize import leaves, value_text
 from fsdp_lab.config.suggest import did_you_mean
 
-_LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # what a report of a bug should name
+_LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # versions to name in a bug report
 
 
 def versions() -> str:
@@ -28,7 +28,8 @@ def keys_text(parts: Sequence[str], width: int) -> str:
     """Return the keys for a terminal: each with its default, its values and its meaning.
 
     Args:
-        parts: only keys that contain one of these, or that an option such as `model=llama3_8b` sets; empty: all keys.
+        parts: print only keys that contain one of these, or that an option such as `model=llama3_8b` sets; empty: all
+            keys.
         width: of the terminal, in characters.
 
     Raises:

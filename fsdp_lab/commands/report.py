@@ -111,7 +111,7 @@ def script(sweep: SweepRecord, use: str, number: str | None = None) -> str:
 
     Args:
         use: a key of `USES`.
-        number: of the trial; None: the recommended one.
+        number: of the trial; None: the recommended trial.
 
     Raises:
         UserError: there is no such trial, or its facts are missing.
@@ -139,7 +139,7 @@ def store_of(record: SweepStart, config: SweepConfig, own: bool) -> str:
     """Return the tracking store that a folder names.
 
     Args:
-        own: whether the folder is this user's. A report opens no store because of another folder.
+        own: the folder belongs to this user. A report opens no store that another user's folder names.
 
     Raises:
         ConfigError: the user has to type the address.
@@ -151,7 +151,7 @@ def store_of(record: SweepStart, config: SweepConfig, own: bool) -> str:
 
 
 def seen_from(uri: str, folder: str) -> str:
-    """Return a store in a file as seen from the folder in which the sweep was started."""
+    """Return a store in a file, relative to the folder in which the sweep was started."""
     place = uri.removeprefix("sqlite:///")
     return uri if place == uri or place.startswith("/") else f"sqlite:///{Path(folder, place)}"
 
@@ -160,7 +160,7 @@ def with_tolerances(sweep: SweepRecord, options: dict[str, str]) -> SweepRecord:
     """Return the sweep with the tolerances of the command line.
 
     Raises:
-        ConfigError: a tolerance is no number, or out of range.
+        ConfigError: a tolerance is not a number, or is out of range.
     """
     given: dict[str, Any] = {}
     for key in TOLERANCES:

@@ -57,19 +57,19 @@ def _used(overrides: list[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "distributed_type: DEEPSPEED\n", "a.yaml: distributed_type=DEEPSPEED is of DeepSpeed, which is"),
+        ("a.yaml", "distributed_type: DEEPSPEED\n", "a.yaml: distributed_type=DEEPSPEED is for DeepSpeed, which is"),
         ("a.yaml", "distributed_type: MEGATRON_LM\n", "distributed_type=MEGATRON_LM divides a model into stages"),
         ("a.yaml", "distributed_type: XLA\n", "distributed_type=XLA is not read: trials run on"),
-        ("ds.json", '{"zero_optimization": {"stage": 2}}', "ds.json: zero_optimization is of DeepSpeed"),
-        ("t.json", '{"learning_rate": 1, "deepspeed": "ds.json"}', "t.json: deepspeed is of DeepSpeed"),
+        ("ds.json", '{"zero_optimization": {"stage": 2}}', "ds.json: zero_optimization is for DeepSpeed"),
+        ("t.json", '{"learning_rate": 1, "deepspeed": "ds.json"}', "t.json: deepspeed is for DeepSpeed"),
         ("t.json", '{"learning_rate": 1', "t.json is damaged, or its suffix is wrong: Expecting ',' delimiter"),
         ("t.toml", "[training\n", "t.toml is damaged, or its suffix is wrong"),
         ("a.yaml", "a: [\n", "a.yaml is damaged, or its suffix is wrong"),
         ("a.yaml", "- 1\n", "a.yaml has no keys; give a config of accelerate"),
         ("a.yaml", "width: 3\n", "a.yaml has no key of accelerate (distributed_type), TrainingArguments"),
-        ("t.json", '{"per_device_train_batch_size": [1]}', "t.json: a value is of another type than its trainer takes"),
+        ("t.json", '{"per_device_train_batch_size": [1]}', "t.json: a value has another type than its trainer accepts"),
         ("t.toml", "training = 3\n", "t.toml has no key of accelerate"),
-        ("t.toml", "parallelism = {data_parallel_shard_degree = 'a'}\n", "t.toml: a value is of another type than its"),
+        ("t.toml", "parallelism = {data_parallel_shard_degree = 'a'}\n", "t.toml: a value has another type than its"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
