@@ -125,8 +125,7 @@ def _check_task(task: TaskConfig) -> None:
     path_of("task.name", task.name)
     if (task.name == "custom") != (task.loss is not None):
         raise CombinationError(
-            f"task={task.name} with task.loss={task.loss or 'null'}: task=custom takes its loss from task.loss, "
-            "the other tasks have their own; give both, or neither.",
+            f"task={task.name} with task.loss={task.loss or 'null'}: task.loss requires task=custom, and the reverse.",
         )
     if task.loss_chunks > 1 and task.name != "language":
         raise CombinationError(
@@ -138,8 +137,8 @@ def _check_task(task: TaskConfig) -> None:
             check_loss(path, f"task.{name}")
     if task.step is None and task.optimizers is not None:
         raise CombinationError(
-            f"task.optimizers={task.optimizers} without task.step: the optimizer of one loss is optimizer=custom with "
-            "optimizer._target_; give both, or neither."
+            f"task.optimizers={task.optimizers} without task.step: set task.step, too, or for one loss use "
+            "optimizer=custom with optimizer._target_."
         )
     if task.step:
         if task.name != "custom":

@@ -107,8 +107,8 @@ class TrainingConfig:
     max_steps: Optional[int] = key(None, at_least_one)
     """Optimizer steps after which a trial ends; null: only `epochs` counts."""
     epoch_steps: Optional[int] = key(None, at_least_one)
-    """With `data.loader`: optimizer steps of an epoch. The next epoch goes on in the loader, which begins again when it
-    has ended; null: an epoch is all that it has."""
+    """With `data.loader`: optimizer steps of an epoch. The next epoch continues in the loader, which restarts when it
+    ends; null: an epoch is the whole loader."""
     global_batch_size: int = key(64, at_least_one)
     """Samples of an optimizer step, over all workers; `${per_worker:64}` is 64 for each. With `data.loader` a hint."""
     grad_accum_steps: int = key(1, at_least_one)

@@ -94,7 +94,7 @@ def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
             continue
         folder = value if has_value else next(left, "")
         if not folder:
-            raise ConfigError(f"{word} names no folder; give one, as in --config-dir=conf_of_mine.")
+            raise ConfigError(f"{word} needs a folder, as in --config-dir=conf_of_mine.")
         if config_dir not in (None, folder):
             raise ConfigError(f"--config-dir={folder}: {config_dir} is named already; put all options into one folder.")
         config_dir = folder

@@ -246,9 +246,9 @@ def probe(address: str) -> None:
         try:
             answer = there.recv(len(_GREETING))
         except TimeoutError:
-            raise OSError(f"it takes connections, and says nothing for {_PROBE_TIMEOUT_S:g} s") from None
+            raise OSError(f"it accepts connections, but sent nothing for {_PROBE_TIMEOUT_S:g} s") from None
     if answer[3:4] != _SETTINGS and os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
-        raise OSError("something else than Ray listens there")
+        raise OSError("something other than Ray listens there")
 
 
 def no_ray(named: str, error: Exception) -> UserError:

@@ -98,7 +98,7 @@ def test_no_ray_at_an_address_is_told_before_a_file_is_written(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("says", "problem"), [(b"", "says nothing for 0.2 s"), (b"SSH-2.0-x\r\n", "something else than")]
+    ("says", "problem"), [(b"", "sent nothing for 0.2 s"), (b"SSH-2.0-x\r\n", "something other than")]
 )
 def test_a_port_behind_which_is_no_ray_is_named_at_once(says: bytes, problem: str, monkeypatch: pytest.MonkeyPatch):
     """Ray itself tries for 330 s."""

@@ -552,7 +552,7 @@ def test_what_a_step_does_wrong_is_refused() -> None:
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ("task.step=null", "task.optimizers=.* without task.step: .*; give both, or neither"),
+        ("task.step=null", "task.optimizers=.* without task.step: set task.step, too, or "),
         ("task=model_loss task.loss=null", "task.step=.* with task=model_loss: use task=custom"),
         (f"task.step={__name__}.fails_alone", "is called as fails_alone\\(parts, run\\); give it these two parameters"),
         ("optimizer=custom optimizer._target_=torch.optim.SGD", "optimizer._target_ with task.optimizers="),

@@ -29,8 +29,8 @@ class ActivationOffload(Enum):
 @dataclass
 class ActivationOffloadKeys:
     activation_offload: ActivationOffload = key(ActivationOffload.none)
-    """Where what blocks save for the backward pass waits: on the device, or in pinned host memory (`cpu`). Of blocks
-    that are recomputed these are the inputs."""
+    """Where activations that blocks save for the backward pass are kept: on the device, or in pinned host memory
+    (`cpu`). Recomputed blocks save only their inputs."""
 
 
 def _check(trial: TrialConfig, ranks: Ranks) -> None:

@@ -97,7 +97,7 @@ def _check_storage(trial: TrialConfig) -> None:
             ),
             f"precision.reduce_dtype={precision.reduce_dtype.name}": (
                 precision.reduce_dtype is Dtype.float16,
-                "float16 has not the range of these gradients; use precision.reduce_dtype=bfloat16",
+                "float16 lacks the range of these gradients; use precision.reduce_dtype=bfloat16",
             ),
             f"precision.reduce_dtype={precision.reduce_dtype.name} and sharding=ddp": (
                 precision.reduce_dtype is Dtype.float32 and trial.sharding.kind == "ddp",
