@@ -112,12 +112,12 @@ def _default(value: object) -> str:
 def claims_page() -> str:
     """Return what the tests of each package notice, a line for each test, as Markdown."""
     sys.path.append(str(DOCS.parent))
-    from tests.faults import FAULTS, MAKE_TEST
+    from tests.faults import FAULTS, MAKE_ALL, MAKE_TEST
 
     rooms: dict[str, dict[str, list[str]]] = {}
     for fault in FAULTS:
         room = fault.file.removeprefix("fsdp_lab/").partition("/")[0].removesuffix(".py")
-        tier = "" if fault.marks == MAKE_TEST else " (in `make ci`)"
+        tier = {MAKE_TEST: "", MAKE_ALL: " (in `make test-all`)"}.get(fault.marks, " (in `make ci`)")
         test = f"`tests/{fault.test.partition('[')[0]}`{tier}"
         rooms.setdefault(room, {}).setdefault(test, []).append(_text(fault.name))
     pages = ((room, [f"- {'; '.join(names)}: {test}" for test, names in of.items()]) for room, of in rooms.items())

@@ -20,6 +20,7 @@ from queue import Queue
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKE_TEST, MAKE_CI = "not (ci or full or cluster or ui or gpu)", "not (full or cluster or ui or gpu)"
+MAKE_ALL = "not (cluster or ui or gpu)"
 
 
 @dataclass(frozen=True)
@@ -466,7 +467,7 @@ FAULTS = (
           "sweep/test_plain_loops.py::test_a_sweep_agrees_with_its_plain_loop_and_keeps_its_figures", MAKE_CI),
     Fault("stale figures are believed", "fsdp_lab/sweep/outputs/outputs.py",
           "        self.plain_loops.confirm()", "        pass",
-          "sweep/test_plain_loops.py::test_kept_figures_that_a_trial_does_not_have_are_computed_again", MAKE_CI),
+          "sweep/test_plain_loops.py::test_kept_figures_that_a_trial_does_not_have_are_computed_again", MAKE_ALL),
     Fault("a plain loop that hangs is waited for", "fsdp_lab/sweep/plain_loops.py",
           "limit_s + _IMPORTS_S", "3600.0",
           "sweep/test_plain_loops.py::test_a_plain_loop_that_does_not_end_costs_no_sweep", MAKE_CI),
@@ -1276,7 +1277,7 @@ FAULTS = (
           'for side in ("in_", "out_")', 'for side in ("no_", "out_")', "forecast/test_program.py"),
     Fault("a forecast for a GPU with a data sheet fails", "fsdp_lab/forecast/kernels.py",
           "sheet.num_cores if sheet", "sheet.cores if sheet",
-          "test_packages.py::test_the_gpu_suite_runs_with_pytorch_and_pytest_alone", MAKE_CI),
+          "test_packages.py::test_the_gpu_suite_runs_with_pytorch_and_pytest_alone", MAKE_ALL),
     Fault("a step that is followed holds a third tensor for a sum of gradients", "fsdp_lab/memory/recorder.py",
           "inside(recorder), accumulates", "inside(recorder)", ADDED_UP),
     Fault("a gradient that another tensor has too is overwritten", "fsdp_lab/memory/torch_private.py",

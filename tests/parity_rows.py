@@ -240,7 +240,7 @@ TP_GRID = [
 LATER: Cells = {
     "mlp": (
         *GRID,
-        *(" ".join(overrides(case)) for case in pairwise()),
+        *(" ".join(overrides(case)) for case in pairwise()[::2]),
         *(f"{' '.join(SHARDINGS[s])} {own}" for s, own in product(SHARDINGS, (RADAM, ADAGRAD, LION))),
         f"{PER_BLOCK} precision=fp16 offload=cpu {LION} {CLIP}",
     ),
@@ -290,7 +290,7 @@ LATER: Cells = {
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
-    "mlp": OFFLOADED,
+    "mlp": (*OFFLOADED, *(" ".join(overrides(case)) for case in pairwise()[1::2])),
     "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
     "user": [cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID],
     "language, tied": (*GRID, *SETTINGS[:2], f"{PER_BLOCK} {NEVER} {IN_CHUNKS}"),

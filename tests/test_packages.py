@@ -152,19 +152,28 @@ for name in [n for n in sys.modules if n.partition(".")[0] not in ours]:
 """
 
 
-@pytest.mark.ci
-def test_the_gpu_suite_runs_with_pytorch_and_pytest_alone(tmp_path: Path) -> None:
-    """On the CPU, where none of it may fail: it trains, forecasts and exports. The processes that it starts have the
-    hook, too."""
-    (tmp_path / "sitecustomize.py").write_text(_HOOK)
+def _gpu_suite(folder: Path, *words: str) -> str:
+    """Run the GPU suite on the CPU. The processes that it starts have the hook, too."""
+    (folder / "sitecustomize.py").write_text(_HOOK)
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "tests/gpu", "--device", "cpu", "-q"]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    table = tmp_path / "table.json"
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [*command, "--results", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
-        env=environment,
-    )  # fmt: skip
+        [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False, env=environment
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.ci
+def test_the_gpu_suite_imports_pytorch_and_pytest_alone(tmp_path: Path) -> None:
+    assert int(_gpu_suite(tmp_path, "--collect-only").partition(" tests collected")[0].split()[-1]) > 60
+
+
+@pytest.mark.full
+def test_the_gpu_suite_runs_with_pytorch_and_pytest_alone(tmp_path: Path) -> None:
+    """On the CPU, where none of it may fail: it trains, forecasts and exports."""
+    table = tmp_path / "table.json"
+    _gpu_suite(tmp_path, "--results", str(table))
     rows = json.loads(table.read_text())["rows"]
     skipped = [row["check"] for row in rows if row["outcome"] == "skipped"]
     assert len(rows) > 60 and any("test_ray" in check for check in skipped), "ray can be imported"

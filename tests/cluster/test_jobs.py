@@ -171,6 +171,7 @@ def edited(folder: Path, *words: str) -> Path:
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_a_sweep_is_requeued_before_its_time_limit_and_resumes(lab: Slurm, tmp_path: Path):
     """Slurm sends USR1 to the script two minutes before the limit, which has whole minutes."""
     job, log = lab.submit(edited(tmp_path, *TWO_NODES_AND_ONE))

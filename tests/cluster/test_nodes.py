@@ -30,7 +30,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 _EPOCHS = 60
 
 
-@pytest.mark.parametrize("variables", [{}, {"FSDP_LAB_PUBLIC_RAY": "1"}], ids=["shortcut", "without"])
+@pytest.mark.parametrize(
+    "variables",
+    [{}, pytest.param({"FSDP_LAB_PUBLIC_RAY": "1"}, marks=pytest.mark.full)],
+    ids=["shortcut", "without"],
+)
 @pytest.mark.documents(
     "PYTHONHASHSEED=0 ray start --head",
     "PYTHONHASHSEED=0 ray start --address=<head>:6379",
@@ -44,6 +48,7 @@ def test_two_nodes_give_the_losses_of_one(cluster: Cluster, bucket: str, variabl
     assert same_losses(two, one), (two, one)
 
 
+@pytest.mark.full
 def test_a_probe_measures_the_network_between_nodes(cluster: Cluster, tmp_path: Path):
     words = (f"cluster.address={cluster.address}", "--out", "device/two.yaml")
     done = subprocess.run(

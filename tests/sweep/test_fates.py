@@ -154,11 +154,12 @@ def test_trials_that_end_in_other_ways_do_so_each_by_itself(sweep_of: Callable[.
     assert {"trial.json", "error.txt"} <= set(Store(swept.folder).artifacts(swept.runs["raises"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ends",
     [
-        pytest.param(COMMON | {"raises": RARE["raises"]}, marks=pytest.mark.ci, id="common"),
-        pytest.param(RARE, marks=pytest.mark.full, id="rare"),
+        pytest.param(COMMON | {"raises": RARE["raises"]}, id="common"),
+        pytest.param(RARE, id="rare"),
     ],
 )
 def test_trials_end_the_same_without_the_shortcut(sweep_of: Callable[..., Swept], ends: Ends):

@@ -99,7 +99,7 @@ def test_a_model_that_is_another_one_when_it_is_sharded_is_found(mine: Path):
     assert alone.returncode == 1 and "it trains another model" in wrong.stdout and "it trains another" in alone.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_kept_figures_that_a_trial_does_not_have_are_computed_again(mine: Path):
     """What they depend on has changed without the code: here a file that an earlier sweep wrote."""
     run_cli(mine, "-m", "optimizer.lr=0.1", *WORDS)
@@ -148,7 +148,7 @@ def test_an_interrupted_sweep_leaves_no_plain_loop_behind(mine: Path, number: si
     assert not (mine / "out/0/trial.json").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_smaller_model_is_compared_in_each_layout(mine: Path):
     """One that is right, in place of the sweep's own, which is another one when it is sharded."""
     words = without(WORDS, "sharding=")
