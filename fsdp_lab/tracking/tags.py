@@ -29,7 +29,7 @@ _HOW_TO_READ = """\
 **How to read this experiment.** A parent run is one sweep, and its child runs are the trials. A run without \
 children is a single trial.
 
-The answer: open a sweep and look at `report.html` among its artifacts. It says which setting to take and why.
+The answer: open a sweep and look at `report.html` among its artifacts. It recommends a setting, with reasons.
 
 To compare settings yourself: select the trials of a sweep and press *Compare*. The parameters are the keys of the \
 command line; the groups (`sharding`, `precision`, `offload`, `reshard_after_forward` …) have the name of their option.
@@ -67,7 +67,7 @@ COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlf
 _FACTS = ("device", "world_size", "num_params", "data_digest", "resumed_from", PREDICTED_BY)
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
-_PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
+_PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 accepts
 _ANSWER_LENGTH = 1000  # so that the command after it is not cut
 
 
@@ -81,7 +81,7 @@ def shortened(name: str, length: int = NAME_LENGTH) -> str:
 def stored_name(name: str) -> str:
     """Return the name that MLflow gets for a metric, a parameter or a tag.
 
-    It takes no `@` or `%` in them, for example, and no path such as `a//b`. A digest keeps a changed name unique.
+    MLflow accepts no `@` or `%` in them, for example, and no path such as `a//b`. A digest keeps a changed name unique.
     """
     allowed = re.sub(r"[^/\w.\- :]", "_", name)
     if posixpath.normpath(allowed) != allowed or allowed.startswith(("/", "..")) or allowed == ".":
@@ -132,7 +132,7 @@ def sweep_tags(folder: Path, command: str) -> dict[str, str]:
 
 
 def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
-    """Return the tags of a run whose description begins with its sweep's answer, instead of an earlier one.
+    """Return the tags of a run with its sweep's answer at the start of the description, in place of an earlier one.
 
     Args:
         tags: the current ones; text that people added to the description stays.
@@ -147,9 +147,9 @@ class SweepAnswer:
     """The answer of a sweep, as its run and those of its trials have it.
 
     Attributes:
-        sentence: the beginning of the description.
+        sentence: the start of the description.
         finding: what the settings show of the model; "": nothing.
-        trial: that represents the recommended setting; None: none is recommended.
+        trial: the number of the trial that represents the recommended setting; None: none is recommended.
         setting: the recommended one's value for each axis.
         figures: the recommended setting's, over its repeats.
     """
@@ -182,7 +182,7 @@ class SweepAnswer:
 
 
 def trial_tags(folder: Path, overrides: Sequence[str]) -> dict[str, str]:
-    """Return the tags of a trial; its command trains it again, alone."""
+    """Return the tags of a trial; its command trains only it again."""
     return _cut(_origin(folder, shlex.join(["python", "-m", "fsdp_lab", *overrides])))
 
 

@@ -1,7 +1,7 @@
-"""The user's own loader as ranks train with it: in step, counted, resumed where it was.
+"""The user's own loader as ranks train with it: in step, counted, resumed at its place.
 
-A pass is one iteration over the loader. An epoch is a pass, or `training.epoch_steps` steps of passes that follow one
-another. Ranks vote before each step: a pass ends on all of them when it ends on one.
+A pass is one iteration over the loader. An epoch is a pass, or `training.epoch_steps` steps of consecutive passes.
+Ranks vote before each step: a pass ends on all of them when it ends on one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fsdp_lab.workloads.user.data import Marked
 from fsdp_lab.workloads.user.loader import begin_epoch, check_batch, data_of, explained, length_of
 from fsdp_lab.workloads.user.units import num_items
 
-_END = object()  # of a loader, which may give None by mistake
+_END = object()  # the end of a loader, which may yield None by mistake
 
 
 class OwnLoaders:
     """Both splits of `data.loader` as this rank reads them; every rank calls each method as often.
 
     Attributes:
-        data: its digest, and what loaders tell of their texts; without items.
+        data: its digest, and what loaders know of their texts; without items.
         steps_per_epoch: None: not known.
-        passes: that have ended.
+        passes: how many have ended.
         taken: batches of this rank in the pass that has not ended.
 
     Raises:
@@ -60,13 +60,13 @@ class OwnLoaders:
         self.data = data_of(config.data, self._train, self._val)
         check_vocab_size(config.model, config.data, self.data.vocab_size)
         self._accum, self._epoch_steps = config.training.grad_accum_steps, config.training.epoch_steps
-        # the host's own, so that no device waits
+        # for tensors on the host, so that no device waits
         self._group: Any = dist.new_group(backend="gloo") if ranks.device.type == "cuda" else None
         self.steps_per_epoch = self._epoch_steps or self._steps_of(gather(length_of(self._train)))
         self._batches: Iterator[Batch] | None = None
         self._in_epoch, self._ran_out = 0, False
         self._state, self._resumes, self._checked = b"", False, False
-        self._spare: Batch = None  # which a rank repeats that has none for a validation
+        self._spare: Batch = None  # repeated by a rank that has no more batch of a validation
         self._compared = False
 
     def _steps_of(self, lengths: list[int | None]) -> int | None:
@@ -96,11 +96,11 @@ class OwnLoaders:
         )
 
     def go_to(self, epoch: int, steps_done: int) -> None:
-        """Begin an epoch after so many steps of it: wherever the pass is."""
+        """Start in an epoch after so many steps, wherever the pass is."""
         self._in_epoch, self._ran_out = steps_done, False
 
     def is_over(self, steps_done: int) -> bool:
-        """Return whether the epoch that was trained last has ended, after so many steps."""
+        """Return whether the last epoch has ended, after so many steps."""
         return self._ran_out or (self.steps_per_epoch is not None and steps_done >= self.steps_per_epoch)
 
     @property
@@ -160,7 +160,7 @@ class OwnLoaders:
             )
 
     def _pass(self, state: bytes = b"") -> Iterator[Batch]:
-        """Begin the pass, from the batch after those that were taken, where a state of the loader is."""
+        """Start the pass, after the batches that were taken; with a state of the loader, at its place."""
         with explained(self.config.data, f"pass {self.passes + 1} of split=train"):
             begin_epoch(self._train, self.passes)
             if state:
@@ -168,7 +168,7 @@ class OwnLoaders:
             return self._seeded(self._train, str(self.passes), self.taken)
 
     def _seeded(self, loader: Any, name: str, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of a loader. What they draw depends on the seed and their number: alike on all ranks."""
+        """Return the batches of a loader. What they draw depends on seed and number, not on the rank."""
         where = "split=val" if name == "val" else f"pass {self.passes + 1} of split=train"
 
         def draw(i: int) -> None:
@@ -205,7 +205,7 @@ class OwnLoaders:
     @property
     def first_val(self) -> Iterator[Marked]:
         """The first batches of each rank, for a comparison with a plain loop."""
-        return self._validation(CHECK_BATCHES, together(self._make_val))  # of its own, which is not read to the end
+        return self._validation(CHECK_BATCHES, together(self._make_val))  # its own loader, which is not read to the end
 
     def _validation(self, most: int | None, loader: Any) -> Iterator[Marked]:
         batches, spare = together(lambda: self._seeded(loader, "val")), self._spare
@@ -223,9 +223,9 @@ class OwnLoaders:
         return num_items(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the loader, of which each rank has its own part: a state as bytes, empty without one.
+        """Return the place in the loader, with each rank's own state as bytes, empty without one.
 
-        A pass that has ended is begun again first, as the next epoch would: a loader may keep its place in the old one.
+        If a pass has ended, the next one is started first: a loader may still be at its place in the old one.
         """
         state = b""
         if self.passes + self.taken and callable(getattr(self._train, "state_dict", None)):
@@ -240,7 +240,7 @@ class OwnLoaders:
         return content.getvalue()
 
     def _check_state(self, state: bytes) -> None:
-        """Refuse in the first checkpoint a state that a resume would not load."""
+        """Refuse, in the first checkpoint, a state that a resume could not load."""
         if not self._checked:
             try:
                 torch.load(io.BytesIO(state), weights_only=True)
@@ -252,7 +252,7 @@ class OwnLoaders:
         self._checked = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a place over; `resume` goes there."""
+        """Set the place; `resume` goes there."""
         self.passes, self.taken, self._state = state["passes"], state["taken"], state[f"rank{self._dims.dp_rank}"]
         self._resumes = True
 
@@ -262,7 +262,7 @@ class OwnLoaders:
             return []
         self._resumes = False
         has_state = bool(self._state) and callable(getattr(self._train, "load_state_dict", None))
-        where = f"{self.config.data.typed} goes on after {self.taken} batches of pass {self.passes + 1} on each rank"
+        where = f"{self.config.data.typed} continues after {self.taken} batches of pass {self.passes + 1} on each rank"
 
         def go() -> None:
             if has_state:
@@ -295,7 +295,7 @@ def make_loaders(
 
 
 def _attempt(read: Callable[[], list[Batch]]) -> tuple[list[Batch], Exception | None]:
-    """Return batches, or the error, which is raised on every rank."""
+    """Return batches, or the error, which the caller raises on every rank."""
     try:
         return read(), None
     except Exception as error:  # noqa: BLE001

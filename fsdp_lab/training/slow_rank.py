@@ -1,7 +1,7 @@
 """Which rank or node the others wait for: each rank's share of a step in computing, in loading and in waiting.
 
-Two steps of the warm-up run with each collective completed where it begins, so that the time between collectives is the
-rank's own, and the time in them is exchange and waiting for others. These steps are not timed.
+In two steps of the warm-up, each collective is completed before the next operator starts. So the time between
+collectives is the rank's own, and the time in them is exchange and waiting for others. These steps are not timed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fsdp_lab.training.distributed import DistributedContext, gather
 from fsdp_lab.training.speed import StepTimer
 
 STEPS = 2  # that are measured
-# A rank is slow that computes so many times as long as any other in any of these steps, or that waits for data longer
-# by this share of a step. On a CPU, ranks share cores with each other and with all else.
+# A rank is slow if it computes so many times as long as any other in each of these steps, or waits for data longer by
+# this share of a step. On a CPU, ranks share cores with each other and with everything else.
 _CLEARLY = {"cuda": 1.2, "cpu": 2.0}
 _WAITS = {"cuda": 0.1, "cpu": 0.3}
 _MOST_NAMED = 8  # ranks that have metrics of their own
@@ -30,7 +30,7 @@ _MOST_NAMED = 8  # ranks that have metrics of their own
 
 @dataclass
 class _Own:
-    """What a rank measured: seconds of each measured step, and of loading, a step, in all timed ones."""
+    """What a rank measured: seconds of each measured step, and the seconds of loading in a timed step."""
 
     rank: int
     node: str
@@ -99,29 +99,31 @@ class SlowRank:
 def _shares(one: _Own, everyone: Sequence[_Own]) -> Iterator[tuple[str, float]]:
     """Yield the shares of a rank's measured steps; what is left is the exchange itself."""
     whole = sum(one.computing) + sum(one.exchanging) + sum(one.loading)
-    least = sum(min(other.exchanging[i] for other in everyone) for i in range(STEPS))  # nobody to wait for
+    least = sum(min(other.exchanging[i] for other in everyone) for i in range(STEPS))  # nobody waits here
     waiting = sum(one.exchanging) - least
     parts = {"compute_share": sum(one.computing), "data_share": sum(one.loading), "others_share": waiting}
     yield from ((name, seconds / whole) for name, seconds in parts.items())
 
 
 def _slow(everyone: Sequence[_Own], step_s: float, device: str) -> Iterator[dict[str, str]]:
-    """Yield each rank, or node of which all ranks are, that is slower than all others, with the part of a step."""
+    """Yield each rank, and each node with all its ranks, that is slower than all others, with the part of a step."""
     for who, own, others in _apart(everyone):
         computes = min((t for one in own for t in one.computing), default=0.0)
         most = max((t for one in others for t in one.computing), default=0.0)
         if len(own[0].computing) == STEPS and computes > _CLEARLY[device] * most:
             yield {
                 "who": who, "part": "compute", "text":
-                f"{who} is slower than the others: it computes {_seconds(computes)} of a step, they {_seconds(most)} "
-                "at most, and wait for it. Look there for other processes, heat, power limits and longer batches.",
+                f"{who} is slower than the others: it computes {_seconds(computes)} of a step, the others "
+                f"{_seconds(most)} at most, and they wait for it. Look there for other processes, heat, power limits "
+                "and longer batches.",
             }  # fmt: skip
         loads, most = min(one.waits_s for one in own), max(one.waits_s for one in others)
         if step_s and loads - most > _WAITS[device] * step_s:
             yield {
                 "who": who, "part": "data", "text":
-                f"{who} is slower than the others: it waits {_seconds(loads)} a step for its data, they "
-                f"{_seconds(most)} at most, and for it. Look at the disk or network there, and at data.loader_workers.",
+                f"{who} is slower than the others: it waits {_seconds(loads)} a step for its data, the "
+                f"others {_seconds(most)} at most, and then for it. Look at the disk or network there, and at "
+                "data.loader_workers.",
             }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in silence when a model is sharded, found in the first steps, every ten, and before results are kept.
+"""Find what sharding silently breaks: in the first steps, in every tenth, and before results are kept.
 
 FSDP matches the collectives of ranks by their order alone. Ranks that use different modules exchange wrong weights,
 or end with an error of gloo or NCCL.
@@ -30,8 +30,8 @@ from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.replicas import check_replicas
 from fsdp_lab.workloads.base import Loss, describe, original_name, unwrapped
 
-FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
-EVERY = 10  # later steps between two looks
+FIRST_STEPS = 2  # ranks compare before each of their collectives; these steps are not timed
+EVERY = 10  # later steps between two checks
 MEAN, SUM_AND_COUNT = "a mean", "(sum, count)"  # the forms of a loss
 _REMEDY = (
     "With FSDP all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
@@ -59,11 +59,11 @@ class StepChecks:
         self._trained = {id(parameter) for _, parameter in self._parameters if parameter.requires_grad}
         self._is_sharded = parallel.is_sharded and not config.precision.float8
         self._compares = parallel.is_sharded and dist.get_world_size() > 1
-        self._meetings = 0  # how many events from now on are compared as they come
+        self._meetings = 0  # so many of the next events are compared as they come
         self._step = self._seen = 0
         self._evaluated = False
         self._collectives = Counter[str]()
-        self._lacking = deque[list[str]](maxlen=2 * EVERY)  # of a step: parameters without a gradient; seen by then
+        self._lacking = deque[list[str]](maxlen=2 * EVERY)  # for each of the last steps: parameters without a gradient
         self.mark = 0
         if self._compares:
             self._units = collectives_announced(model, self._collective)
@@ -88,10 +88,10 @@ class StepChecks:
             self.check_parameters()
 
     def passed(self, event: str, loss: Loss | None = None) -> None:
-        """Note that a forward or backward pass has ended; after the last of a step: what has `gradients`.
+        """Note the end of a forward or backward pass; after the last of a step, which parameters have gradients.
 
         Args:
-            event: or the form of the loss, which must be the same on all ranks.
+            event: `forward`, `backward` or `gradients`; or the form of the loss, which must be the same on all ranks.
             loss: of a forward pass.
         """
         if event in (MEAN, SUM_AND_COUNT):
@@ -128,7 +128,7 @@ class StepChecks:
     def _check_form(self, form: str) -> None:
         """Check in the first step that losses have one form: ranks exchange the counts of a sum, and none of a mean."""
         if self._seen > 1:
-            return  # a later change is an error of the task's on its own rank
+            return  # the task raises an error if the form changes later
         with without_modes(), not_reported():
             forms = gather(form)
         for rank, other in enumerate(forms):
@@ -147,7 +147,7 @@ class StepChecks:
             self._comes("has ended its forward pass")
 
     def evaluation(self) -> None:
-        """Compare the beginning of the first evaluation as it comes."""
+        """Compare the start of the first evaluation as it comes."""
         if self._compares and not self._evaluated:
             self._meetings = 2 * self._units
         self._evaluated = True
@@ -202,7 +202,7 @@ class StepChecks:
         self._comes(does)
 
     def _comes(self, does: str, details: str = "") -> None:
-        """Note what this rank does next, and compare it with the others if it is time."""
+        """Note what this rank does next, and if it is time, compare it with the others."""
         self.mark = zlib.crc32(f"{self.mark} {does} {details}".encode()) & 0xFFFFFF
         if not self._meetings:
             return
@@ -245,7 +245,7 @@ class StepChecks:
     def _check_trained(self, name: str, parameter: Tensor) -> None:
         if parameter.requires_grad or parameter.grad is not None:
             raise UserError(
-                f"{name} requires a gradient by step {self._step}, but was frozen or not there at the "
+                f"{name} requires a gradient by step {self._step}, but was frozen or missing at the "
                 "start, when the optimizer was made, so it is never trained. Let it require one from the constructor "
                 "on, and multiply its part by 0 until it is to be trained."
             )

@@ -98,7 +98,7 @@ def test_a_resume_relabels_no_trial_that_has_a_result(folder: Path):
     assert refused.returncode == 2 and "optimizer.lr=0.5 is an axis of this sweep" in refused.stderr
     words = ["training.epochs=3", "optimizer.weight_decay=0.5"]
     refused = run_cli(folder, "resume=out", *words, "resume_anyway=true")
-    assert refused.returncode == 2 and "trial 2 goes on from its checkpoint" in refused.stderr
+    assert refused.returncode == 2 and "trial 2 resumes from its checkpoint" in refused.stderr
     assert "optimizer.weight_decay was 0.0 and is 0.5. Leave that out" in refused.stderr and "Ray" not in refused.stdout
     shutil.rmtree(folder / "out" / "2" / "checkpoints")
     done = run_cli(folder, "resume=out", *words, "resume_anyway=true")

@@ -58,7 +58,7 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     check_keys([*before, *(word for line in lines for word in line["overrides"])], folder / "trials.jsonl")
     typed = typed if record.multirun else with_overrides(before, typed)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
-    # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
+    # Hydra writes the config of a single trial before it calls us, but the saved one is still to be compared.
     ours = [] if record.multirun else ["hydra.output_subdir=null"]
     ours += [f"{key}={quoted(folder)}" for key in (place, "resume")]
     return [*(["-m"] if record.multirun else []), *with_overrides(record.arguments, [*ours, *typed])]
@@ -112,8 +112,8 @@ def resumed_states(
 ) -> list[TrialState]:
     """Return the state of each trial by the content of its folder.
 
-    One without a result waits for its turn, and resumes from its last checkpoint. What it then has otherwise than the
-    start is recorded with it. One with a result keeps its saved config.
+    One without a result waits for its turn, and resumes from its last checkpoint. What it changes from the start is
+    recorded. One with a result keeps its saved config.
 
     Args:
         typed: for this resume, see `settings_typed`.
@@ -148,11 +148,11 @@ def resumed_states(
 
 
 def _check_goes_on(state: TrialState, changes: Changes, folder: Path) -> None:
-    """Check that a trial with a checkpoint has the settings that this is loaded for: it would fail as it starts."""
+    """Check that a trial has settings that fit its checkpoint. Otherwise it would fail when it starts."""
     fixed = [text for key, (text, _) in changes.items() if key != _UNREADABLE and counts(key, CHECKPOINT)]
     if fixed and any(storage(state.trial, folder).glob("checkpoints/*")):  # not of one in object storage
         raise UserError(
-            f"resume={folder}: {label(state.trial)} goes on from its checkpoint, which has other settings: "
+            f"resume={folder}: {label(state.trial)} resumes from its checkpoint, which has other settings: "
             f"{'; '.join(fixed)}. Leave that out, or start a new sweep with it; checkpoint.resume_from takes over "
             "weights."
         )
@@ -166,7 +166,7 @@ def without_effect(states: Sequence[TrialState], typed: Sequence[str]) -> list[s
 
 
 def changes_since(record: SweepStart, start: SweepConfig, now: SweepConfig) -> list[str]:
-    """Return `key=value` of what a resume has otherwise than the start of a sweep, and what it changes in trials."""
+    """Return `key=value` of each change since the start of a sweep that counts for its trials."""
     own = {key: change for key, change in _differences(start, now).items() if counts(key, RESUMED)}
     return _words(changes_of_code(record) | changes_of_workers(record, now) | own, {})
 
@@ -188,7 +188,7 @@ def _keep_saved(state: TrialState) -> None:
 
 
 def read_state(state: TrialState, folder: Path) -> TrialState:
-    """Fill in what a trial's folder records, and return the same."""
+    """Read the records of a trial's folder into its state, and return the state."""
     recorded = read_trial(folder)
     outcome, state.facts = recorded.outcome, recorded.any_facts
     state.recorded(list(read_metrics(folder)), recorded.forecast, recorded.forecast_words)

@@ -1,4 +1,4 @@
-"""FSDP1: `FullyShardedDataParallel` around the modules that are FSDP2's units, with the settings that both know."""
+"""FSDP1: `FullyShardedDataParallel` around the same units as FSDP2's, with the settings that both have."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _IDLE = "but current state is TrainingState.IDLE"
 
 
 class FSDP1(Sharded):
-    """`FullyShardedDataParallel`, which takes the model from the host, unit by unit, once it has its weights.
+    """`FullyShardedDataParallel`, which shards a model with weights on the host, unit by unit.
 
-    It moves a unit's weights to the device, flattens them, and keeps this rank's part: the device never holds more than
-    the parts and one unit.
+    It moves a unit's weights to the device, flattens them, and keeps this rank's part. So the device never holds more
+    than the parts and one unit.
     """
 
     fills_on_host: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class FSDP1(Sharded):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Refuse uses of parts in the first passes."""
+        """Refuse uses of a rank's own parts of parameters, in the first passes."""
         has_gradients = torch.is_grad_enabled()
         self._looks[has_gradients] -= 1
         with _PartsRefused(self._names) if self._looks[has_gradients] >= 0 else nullcontext():
@@ -93,7 +93,7 @@ class FSDP1(Sharded):
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
         """Reduce the gradients of the last microbatch, or of each; else each rank keeps those of the whole model."""
-        # parts reduce each: what the loss of the last microbatch does not use would not be reduced
+        # with `task.step`, each: else parts that the last microbatch's loss does not use would not be reduced
         reduces = is_last or self.config.training.sync_each_microbatch or self.config.task.step is not None
         with super().backward(is_last), nullcontext() if reduces else self._roots[0].no_sync():
             yield
@@ -114,8 +114,8 @@ class FSDP1(Sharded):
         if isinstance(cause, PartUsed):
             return ModelError(
                 f"{self.sharding} sharding.api=fsdp1: {cause} is used outside of its unit{at(cause)}, but FSDP1 "
-                "gathers the weights of a unit for its forward pass only, and each rank has a flat part of them else, "
-                "whose gradients are lost. Use sharding=ddp, or call the module that holds the weight. With "
+                "gathers the weights of a unit for its forward pass only. Otherwise each rank has a flat part of them, "
+                "and its gradients are lost. Use sharding=ddp, or call the module that holds the weight. With "
                 "sharding=root weights are whole while the model is called."
             )
         if not forward and (FREED in text or _IDLE in text):
@@ -128,7 +128,7 @@ class FSDP1(Sharded):
         return super().explain(text, cause, forward)
 
     def sent(self, func: Any, output: Any, given: Any, seen: StepRecorder) -> Iterator[tuple[Any, str]]:
-        """Yield the tensors themselves, where FSDP2 makes copies."""
+        """Yield the collective's own tensors, because FSDP1 makes no copies as FSDP2 does."""
         gathers = func is not SCATTER
         yield output, "unsharded_param" if gathers else "grad"
         for tensor in tensors_of(given):
@@ -142,7 +142,7 @@ class FSDP1(Sharded):
         reshard_flat(self.model)
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Let FSDP1 clip: it knows the parts of all ranks."""
+        """Clip by FSDP1, which knows the parts of all ranks."""
         if len(self._roots) == 1:
             return self._roots[0].clip_grad_norm_(math.inf if max_norm is None else max_norm)
         with warnings.catch_warnings():
@@ -159,7 +159,7 @@ class PartUsed(RuntimeError):
 
 
 class _PartsRefused(TorchDispatchMode):
-    """Raises `PartUsed` if an operator gets a part; of `.data`, too, which PyTorch detaches under a mode."""
+    """Raises `PartUsed` if an operator gets a part, or `.data` of one, which PyTorch detaches under a mode."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _PartsRefused(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let code be compiled, and run compiled; other modes hear nothing of it, so kernels keep what they keep."""
+        """Let code be compiled, and run compiled. Other modes do not see this, so kernels save the same."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

@@ -25,18 +25,18 @@ from fsdp_lab.training.parallel.base import MIXED, at
 from fsdp_lab.training.parallel.sharded import ContainerHooks, Sharded, tensors_inside
 from fsdp_lab.workloads.base import original_name
 
-# To free the blocks and keep the root is None.
+# None frees the blocks and keeps the root.
 _RESHARDS = {ReshardPolicy.always: True, ReshardPolicy.never: False, ReshardPolicy.default: None}
 _CHAIN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")  # such as self.blocks[0].weight
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 class UnitHooks(ContainerHooks):
-    """Lets the backward pass of a unit begin with its parameters gathered, whatever the unit returns or keeps.
+    """Gathers the parameters of a unit before its backward pass, whatever the unit returns or keeps.
 
     FSDP2 gathers them before the gradient of a tensor that it found in the output. It looks into tuples, lists and
-    dictionaries, since PyTorch 2.15 into dataclasses, and not into other objects or attributes of modules. A view that
-    is changed in place loses its hook, so its base gets one, too.
+    dictionaries, and since PyTorch 2.15 into dataclasses, but not into other objects or attributes of modules. A view
+    that is changed in place loses its hook, so its base gets one, too.
 
     Args:
         config: whether parameters are freed after the forward pass, too.
@@ -48,7 +48,7 @@ class UnitHooks(ContainerHooks):
         keeps = (ReshardPolicy.never, ReshardPolicy.default) if kept_by_default else (ReshardPolicy.never,)
         self._frees = config.reshard_after_forward.policy not in keeps
         self._keepers: dict[tuple[nn.Module, str], None] = {}  # attributes with tensors
-        self._looks = 2  # forward passes that are looked into for what they keep: it takes long
+        self._looks = 2  # search only so many forward passes for what they keep: it takes long
 
     def copies(self, given: Any) -> bool:
         return self._casts or REBUILDS_INPUTS or any(tensor.requires_grad for tensor in tensors_inside(given))
@@ -121,7 +121,7 @@ class FSDP2(Sharded):
         kept = {"reshard_after_forward": False} if reshard.policy is ReshardPolicy.default else {}
         with one_post_forward_mesh():
             for group in self._groups:
-                starts = bool(last) and group is self._groups[-1]  # with which the backward pass does
+                starts = bool(last) and group is self._groups[-1]  # the backward pass starts with it
                 fully_shard([*group] if len(group) > 1 else group[0], **options | (kept if starts else {}))
             for root in roots.values():
                 fully_shard(root, **options)
@@ -153,12 +153,12 @@ class FSDP2(Sharded):
         Without reduction, each rank keeps the gradients of the whole model. Hybrid sharding reduces those of earlier
         microbatches within a replica only: they are shards by then, and replicas add them up once a step.
 
-        Units free no parameters after a backward pass inside: the gradients that such a pass computes with a graph of
-        their own, as of forces, need the parameters again, and no hook would gather them.
+        Inside, units free no parameters after a backward pass. A forward pass may compute gradients with a graph, as of
+        forces. These need the parameters again, and no hook would gather them.
         """
         training = self.config.training
-        # not of parts: what the loss of the last microbatch does not use would not be reduced
-        if training.grad_accum_steps > 1 and self.config.task.step is None:  # it walks through the whole model
+        # not with `task.step`: parts that the last microbatch's loss does not use would not be reduced
+        if training.grad_accum_steps > 1 and self.config.task.step is None:  # these calls walk through the whole model
             self.model.set_requires_gradient_sync(is_last or training.sync_each_microbatch)
             self.model.set_requires_all_reduce(is_last)
         self._free_after_backward(False)
@@ -172,9 +172,9 @@ class FSDP2(Sharded):
         here = f"{at(cause)}{f', here {name}' if name else ''}"
         if name and self._at_work(cause, name):
             return ModelError(
-                f"{self.sharding}: the weights of a unit were freed during its forward pass{here}, as a gradient does "
-                "that is taken inside of it (torch.autograd.grad): take it in task.loss, of what the model returns, or "
-                "use sharding=root."
+                f"{self.sharding}: the weights of a unit were freed during its forward pass{here}, for example by "
+                "a gradient that is taken inside it (torch.autograd.grad): take it in task.loss, of what the model "
+                "returns, or use sharding=root."
             )
         return ModelError(
             f"{self.sharding}: a weight of a unit is used outside of it{here}, but FSDP2 gathers the weights of a unit "
