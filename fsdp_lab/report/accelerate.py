@@ -32,7 +32,7 @@ def accelerate_of(trial: TrialRecord) -> str | None:
 
 
 def to_accelerate(title: str, config: TrialConfig, world_size: int, block_classes: Sequence[str] = ()) -> str:
-    """Return a YAML file. Comments say what accelerate trains in another way, as far as these settings decide it.
+    """Return a YAML file. Comments name what accelerate trains differently, as far as these settings decide it.
 
     Args:
         world_size: the number of ranks.
@@ -53,7 +53,7 @@ def to_accelerate(title: str, config: TrialConfig, world_size: int, block_classe
 
 
 def _other(config: TrialConfig, values: dict[str, Any], world_size: int) -> list[str]:
-    """Return what a file with these values means in another way, a sentence for each key."""
+    """Return a sentence for each key with which accelerate trains differently."""
     again = read_config(None, [word for word in read("accelerate", values, {}).overrides if "cluster." not in word])
     keys = [*(key for axis in AXES for key in axis.keys), "init"]
     decided = [one.name for one in fields(TrialConfig) if one.name in {key.partition(".")[0] for key in keys}]

@@ -19,10 +19,10 @@ from fsdp_lab.report.render import environment, lines_of, reason_text
 from fsdp_lab.report.self_check import check_itself
 from fsdp_lab.report.settings import CHANGED, REPEATS, Coded, Rules, Setting, Settings
 
-# What is typed for a sweep and says nothing of one trial.
+# Keys that are typed for a sweep and do not describe a trial.
 _OF_A_SWEEP = ("repeat=", "repeats=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
 _say = partial(lines_of, "words.j2")
-_MOST_LINES = 6  # settings that are all compared; of more, those that differ from the recommended one in one value
+_MOST_LINES = 6  # with more settings, only those are compared that differ from the recommended one in one value
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Answer:
 
     Attributes:
         recommendation: as codes and figures.
-        sentence: the setting and its figures, or why there is none; it starts with `Recommended: ` if one is.
-        details: why it is the one, and how sure that is, a line each.
-        lines: the costs and gains of every other value against the recommended setting. One may have two lines of text.
+        sentence: the recommended setting and its figures, after `Recommended: `; or why there is none.
+        details: why it was chosen, and how certain that is, a line each.
+        lines: what every other value costs or gains against the recommended setting. An entry may have two lines.
         notes: what the figures do not show.
         why_not: name of a setting -> why it does not qualify.
         rules: how it was chosen, a sentence each.
-        command: trains the setting alone; "" without one.
-        trial: that represents the setting; None without one.
+        command: trains only the setting; "" without one.
+        trial: the number of the trial that represents the setting; None without one.
     """
 
     recommendation: Recommendation
@@ -69,7 +69,7 @@ class Answer:
 
 
 def answer(sweep: SweepRecord) -> Answer:
-    """Say which setting is recommended, why, and how sure that is."""
+    """Return which setting is recommended, why, and how certain that is."""
     r = recommend(settings_of(sweep))
     trial = plainest(sweep, r.setting) if r.setting else None
     r.notes += [Coded("of_trial", {"text": note}) for note in (trial.notes if trial else ())]
@@ -89,7 +89,7 @@ def answer(sweep: SweepRecord) -> Answer:
 
 
 def comparisons(r: Recommendation) -> dict[str, Any]:
-    """Return the texts that follow from a recommendation alone: lines, notes, and why settings do not qualify."""
+    """Return the texts that need only the recommendation: lines, notes, and why settings do not qualify."""
     return {
         "lines": ["\n".join(_say("against", other, r)) for other in with_a_line(r)],
         "notes": [text_of_note(note) for note in r.notes],
@@ -119,17 +119,17 @@ def settings_of(sweep: SweepRecord) -> Settings:
 
 
 def _guessing_loss(config: SweepConfig) -> float | None:
-    """Return the cross entropy of guessing among `model.num_classes`; read as data: nothing is imported."""
+    """Return the cross entropy of guessing among `model.num_classes`; read from the config, without an import."""
     classes = config.model.arguments.get("num_classes")
     is_known = config.task.name == "classification"
     return math.log(classes) if is_known and isinstance(classes, int) and classes > 1 else None
 
 
 def with_a_line(r: Recommendation) -> list[Comparison]:
-    """Return the settings that get a line against the recommended one.
+    """Return the settings that are compared with the recommended one, a line each.
 
-    If there are many, only those that differ in the fewest values. Then the settings of which a scheduler stopped every
-    trial have none: their figures end at different epochs.
+    If there are many, these are only those that differ in the fewest values. Settings are then left out if a scheduler
+    stopped all their trials: their figures end at different epochs.
     """
     chosen = r.setting
     if chosen is None or len(r.others) <= _MOST_LINES:
@@ -146,10 +146,10 @@ def plainest(sweep: SweepRecord, setting: Setting) -> TrialRecord:
 
 
 def _command(sweep: SweepRecord, setting: Setting, trial: TrialRecord) -> str:
-    """Return the command that trains a setting alone."""
+    """Return the command that trains only a setting."""
     try:
         folders = [word for word in shlex.split(sweep.command) if word.startswith("--config-dir=")]
-    except ValueError:  # a store cuts what is long, maybe between two quotes
+    except ValueError:  # a store cuts a long command, maybe between two quotes
         folders = []
     common = set.intersection(*(set(t.overrides) for t in sweep.trials if t.number in setting.trials))
     kept = [word for word in trial.overrides if _belongs(word, common)]

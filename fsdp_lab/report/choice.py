@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_lab.config.axes import AXES
 
-# Of two settings that are as good, the one that has most of these is taken, the first weighing most: nobody should
-# offload to save nothing.
+# A tie goes to the setting with more of these values; the first counts most. So offloading that saves nothing loses.
 PLAIN = {axis.keys[0]: axis.plain for axis in AXES if axis.plain}
 
 
@@ -29,7 +28,7 @@ def pareto_front(
     Args:
         rows: metric -> value.
         objectives: `(metric, "min" or "max")` of each.
-        equal_within: for each row, metric -> a difference that means nothing; None: every difference counts.
+        equal_within: for each row, metric -> the difference to ignore; None: every difference counts.
     """
     import numpy as np
 

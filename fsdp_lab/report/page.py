@@ -93,13 +93,13 @@ def _trials_table(sweep: SweepRecord, r: Recommendation) -> dict[str, Any]:
 
 
 def page(title: str, about: str, body: str, charts: Iterable[tuple[str, Any]]) -> str:
-    """Return an HTML page with Plotly in it, which draws each figure in its element when the fold opens.
+    """Return an HTML page that includes Plotly and draws each figure when its fold opens.
 
     Args:
         title: text.
         about: HTML.
         body: HTML.
-        charts: `(id, figure)` of each; the body has the element.
+        charts: `(id, figure)` of each; the body has an element with this id.
     """
     from markupsafe import Markup
 

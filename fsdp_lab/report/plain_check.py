@@ -1,6 +1,6 @@
-"""Settings that train another model than the plain loop of the user's own code, and those that train the same. Pure.
+"""Compare trials with plain loops of the user's own code: which train the same model, and which another. Pure.
 
-What differs in float32 does so in other precisions with the same layout, too.
+A difference found in float32 also counts for other precisions of the same layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Departure:
     """The first figure in which a trial departs from the plain loop.
 
     Attributes:
-        witness: the number of the trial whose figure this is: another one with this layout, if it was not compared.
+        witness: the number of the trial with this figure: another one of the layout, if this one was not compared.
         metric: its key.
         expected: the plain loop's.
         found: the trial's.
@@ -41,9 +41,9 @@ class Agreement:
 
     Attributes:
         apart: the largest difference of a loss, as a ratio.
-        steps: that were compared; 0: the loss before the first alone, because the forward pass draws random numbers.
+        steps: how many were compared; 0: only the loss before the first, because the forward pass draws random numbers.
         in_float32: it computes in float32 throughout.
-        smaller: of the model of `check.keys`.
+        smaller: the smaller model of `check.keys` was compared.
     """
 
     apart: float
@@ -54,7 +54,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class PlainCheck:
-    """What trials were found to compute, against plain loops.
+    """The result of comparing trials with plain loops.
 
     Attributes:
         different: number of a trial -> how it differs.
@@ -73,7 +73,7 @@ class PlainCheck:
 
 
 def check_against_plain(trials: Sequence[TrialRecord], loops: Sequence[PlainLoop]) -> PlainCheck:
-    """Compare trials with the plain loops of their values, as far as these and their own figures are known."""
+    """Compare each trial with the plain loop of its values, if both have figures."""
     missing = list(dict.fromkeys(loop.missing for loop in loops if loop.missing))
     different: dict[int, Departure] = {}
     agreeing: dict[int, Agreement] = {}
@@ -95,7 +95,7 @@ def check_against_plain(trials: Sequence[TrialRecord], loops: Sequence[PlainLoop
 def _with_loops(
     trials: Sequence[TrialRecord], loops: Sequence[PlainLoop]
 ) -> Iterator[tuple[TrialRecord, Mapping[str, float], PlainLoop]]:
-    """Yield each trial that a plain loop has the values of, its figures or those of a smaller one, and the loop."""
+    """Yield each trial with a plain loop of its values, the figures to compare, and the loop."""
     by_number = {trial.number: trial for trial in trials if trial.config is not None}
     loops = [loop for loop in loops if loop.trial in by_number]
     yield from ((by_number[loop.trial], loop.found, loop) for loop in loops if loop.found)
@@ -118,14 +118,14 @@ def _values(trial: TrialRecord, dp_degree: int) -> str:
 
 
 def _layout(trial: TrialRecord, with_precision: bool) -> str:
-    """Return what trials have in common that compute by the same operators."""
+    """Return a key that is equal for trials that compute by the same operators."""
     assert trial.config is not None
     kind = plain_kind(trial.config, _dp_degree(trial)), layout_settings(trial.config)
     return json.dumps([*kind, repr(trial.config.precision) if with_precision else ""], sort_keys=True)
 
 
 def _spread(trials: Sequence[TrialRecord], different: dict[int, Departure], agreeing: dict[int, Agreement]) -> None:
-    """Let what was found of a layout count for its trials with other values, and in other precisions."""
+    """Apply what was found for a layout to its other trials: those with other values, and in other precisions."""
     exact = {number for number, one in agreeing.items() if one.in_float32}
     for with_precision in (True, False):
         layouts = {trial.number: _layout(trial, with_precision) for trial in trials}

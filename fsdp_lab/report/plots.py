@@ -24,11 +24,11 @@ MOST = 500  # trials in the table and the pictures
 # Okabe and Ito's colours, which colour-blind readers can tell apart; on white their yellow is too faint for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
 GREY = "#888888"
-_MOST_COLORS = 6  # more values of an axis than these are not told apart by colours
-_LISTED = 4  # values of an axis of numbers that may be a list
-_SAME = 1e-3  # figures that differ by less than this ratio are one
+_MOST_COLORS = 6  # an axis with more values gets no colours
+_LISTED = 4  # a single metric is drawn over an axis with more numbers than this
+_SAME = 1e-3  # figures that differ by less than this ratio are equal
 _STOPPED = "stopped early"
-_WIDEST = 3.0  # times the highest speed: an interval that reaches further runs out of the picture
+_WIDEST = 3.0  # times the highest speed: a higher end of an interval is cut off
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
     "unsharded_param": "#56B4E9", "all_gather": "#3B4CC0", "activation": "#E69F00", "unsharded_grad": "#7FC97F",
@@ -52,7 +52,7 @@ def figures(sweep: SweepRecord, answer: Answer) -> list[Chart]:
 
 
 def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
-    """Return the figures that decide, a point for each setting, with its interval; None without a difference.
+    """Return the figures that decide: a point with its interval for each setting; None if all are equal.
 
     A metric that is the same everywhere is replaced by an axis.
     """
@@ -139,7 +139,7 @@ def _numbers(values: pd.Series[Any]) -> pd.Series[float] | None:
 
 
 def _in_order(values: pd.Series[Any]) -> list[str]:
-    """Return each value of an axis once: numbers by their size, words as they come."""
+    """Return each value of an axis once: numbers sorted, words in their order."""
     known = values.drop_duplicates()
     numbers = _numbers(known)
     return list(known if numbers is None else known[numbers.sort_values().index])

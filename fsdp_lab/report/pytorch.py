@@ -32,7 +32,7 @@ _IMPLEMENTATIONS = {
     OptimizerImplementation.foreach: "foreach=True",
     OptimizerImplementation.for_loop: "foreach=False",
 }
-_IGNORED = {"language": -1, "seq2seq": -100}  # the label of what does not count in a loss that may be compiled
+_IGNORED = {"language": -1, "seq2seq": -100}  # the label to ignore, for losses that may be compiled
 _HOOKS = {Dtype.bfloat16: "bf16_compress_hook", Dtype.float16: "fp16_compress_hook"}
 
 
@@ -64,20 +64,20 @@ def to_pytorch(
 ) -> str:
     """Return a module of plain PyTorch with a function `parallelize(model)`, and a step in its docstring.
 
-    It imports only PyTorch, torchao for float8, and what the user's optimizer, its groups and schedule are. Nothing
-    that the config names is imported here.
+    The module imports only PyTorch, torchao for float8, and the user's optimizer, groups and schedule. This function
+    imports nothing that the config names.
 
     Args:
         layout: how the model was divided.
         world_size: the number of ranks.
         allocator: the settings of PyTorch's allocator in the trial's environment.
-        notes: what the trial's ranks noted.
+        notes: of the trial's ranks.
         steps_per_epoch: of the schedule; None: not known, and the schedule is left out.
-        calls: what the user's `optimizer` and `lr_schedule` are called with, by these names.
+        calls: the arguments of the user's `optimizer` and `lr_schedule`, by these names.
     """
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader
 
-    # by its folder: to import the package is to import PyTorch
+    # by its folder, because importing the package imports PyTorch
     training = resources.files("fsdp_lab.training")
     fragments = FileSystemLoader(str(training / "parallel"))
     loader = ChoiceLoader([PackageLoader("fsdp_lab.report"), fragments])
@@ -88,7 +88,7 @@ def to_pytorch(
     arguments |= {"data": config.data.arguments} if config.data.loader else {}
     left_out = [key for group, values in arguments.items() for key, _ in nested(values, group)]
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
-    # a loader that does not tell its length has max_steps
+    # a loader without a length has max_steps
     no_steps = steps_per_epoch is None and not (config.data.loader and config.training.max_steps)
     if not constant and no_steps:
         left_out.append(f"lr_schedule={schedule.name.name}")
@@ -135,7 +135,7 @@ def _in_docstring(text: str) -> str:
 
 
 def _policy(precision: PrecisionConfig) -> str:
-    """Return the arguments of `MixedPrecisionPolicy`, as `fsdp2.mp_policy` has them, or of FSDP1's."""
+    """Return the arguments of `MixedPrecisionPolicy`, as in `fsdp2.mp_policy`, or of FSDP1's `MixedPrecision`."""
     dtypes = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     if precision.param_dtype is Dtype.float32:
         dtypes = {key: dtype for key, dtype in dtypes.items() if dtype is not Dtype.float32}
@@ -143,14 +143,14 @@ def _policy(precision: PrecisionConfig) -> str:
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """Return the literal of a regular expression that these names match, in which `*` stands for a number."""
+    """Return a regular expression, as a literal, that matches these names; their `*` stands for a number."""
     if not names:
         return ""
     return 'r"' + "|".join(name.replace(".", r"\.").replace("*", r"\d+") for name in names) + '"'
 
 
 def _imports(config: TrialConfig) -> Iterator[str]:
-    """Yield the lines that import what is the user's."""
+    """Yield the lines that import the user's code."""
     optimizer = config.optimizer
     names = {optimizer.groups: " as parameter_groups", optimizer.target: "", config.lr_schedule.target: ""}
     names |= {config.task.after_step: " as after_step", config.data.loader: " as make_loader"}

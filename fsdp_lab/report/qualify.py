@@ -1,4 +1,4 @@
-"""Which settings of a sweep qualify: they fit, and their loss is close to the best. What figures do not show. Pure."""
+"""Find the settings that fit and have a loss close to the best. Note what figures do not show. Pure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _NO_MATTER = {
 
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
 _RECOMPUTED = "activation_checkpointing"
-_FEW_STEPS, _SHORT_S = 10, 1.0  # fewer steps, in less time, are too few for an order of speeds
-_BUSY = 0.25  # of the cores: the share from which other processes are named
+_FEW_STEPS, _SHORT_S = 10, 1.0  # fewer steps, in less time, are too few to order speeds
+_BUSY = 0.25  # the share of the cores above which other processes are reported
 
-LEAST = "least_bytes"  # a column of forecasts that may fit: the bytes without which a trial cannot run
+LEAST = "least_bytes"  # a column of forecasts: the least bytes with which a trial can run
 
 
 def qualify(settings: Settings) -> dict[str, Coded]:
     """Return why settings do not qualify, by name; those without a reason do.
 
-    A setting that computes other losses than it must is not the best, and says nothing against another one.
+    A setting with other losses than it must have is never the best, and disqualifies no other.
     """
     compared = _compared_changes(settings)
     why_not = {
@@ -48,9 +48,9 @@ def qualify(settings: Settings) -> dict[str, Coded]:
 
 
 def does_not_fit(setting: Setting, reasons: Mapping[int, str] = MappingProxyType({})) -> Coded | None:
-    """Return why a setting did not run to its end, or cannot fit by its forecast; None if neither is so.
+    """Return why a setting did not finish, or cannot fit by its forecast; None if neither is so.
 
-    A repeat that has no result yet, or that a scheduler stopped, says nothing against one that finished.
+    A repeat that has no result yet, or that a scheduler stopped, is ignored if another one finished.
 
     Args:
         reasons: number of a trial -> why it did not finish, in words.
@@ -71,7 +71,7 @@ def does_not_fit(setting: Setting, reasons: Mapping[int, str] = MappingProxyType
 
 
 def _compared_changes(settings: Settings) -> str:
-    """Return which of `CHANGED` most of the finished trials have; of as many, those of the first trial."""
+    """Return the value of `CHANGED` that most finished trials have; in a tie the first."""
     found = Counter(s.values.get(CHANGED, "") for s in settings.all if s.is_finished for _ in s.trials)
     return found.most_common(1)[0][0] if found else ""
 
@@ -102,7 +102,7 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Coded
         return None
     runs, runs_of_best = (settings.runs(s, metric) for s in (lowest, best))
     of_runs, limit = _ratio_of_runs(settings, runs, runs_of_best), 1 + settings.rules.loss_tolerance
-    # a setting of which every run is too high is not excused by how much they differ
+    # if every run is too high, the spread of the runs is no excuse
     if of_runs.known and of_runs.low <= limit and min(runs.values()) <= limit * max(runs_of_best.values()):
         return None
     of = {
@@ -116,9 +116,9 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Coded
 
 
 def _ratio_of_runs(settings: Settings, one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
-    """Return how many times as high as another one a loss is, by the runs of both, of which trials have one each.
+    """Return the ratio of two losses, by the runs of both settings.
 
-    Without an interval if neither has repeats, or if losses are not all positive, which have no ratio.
+    It has no interval if neither has repeats, and is NaN if a loss is not positive.
     """
     losses = {place: list(runs.values()) for place, runs in enumerate((one, other))}
     if not all(loss > 0 for runs in losses.values() for loss in runs):
@@ -134,7 +134,7 @@ def ratio(loss: float, reference: float) -> float:
 
 
 def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
-    """Yield what settings that must compute the same show of the model, once each."""
+    """Yield notes on the model, from settings that must compute the same; each note once."""
     yield from notes_on_plain_loops(settings)
     different = list(settings.check.different.items())
     if different:
@@ -164,7 +164,7 @@ def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
 
 
 def notes_on_plain_loops(settings: Settings) -> Iterator[Coded]:
-    """Yield which settings train another model than a plain loop, how many the same, and what was not compared."""
+    """Yield notes: which settings train another model than a plain loop, how many the same, what was not compared."""
     plain = settings.plain
     wrong = list(dict.fromkeys(settings.of_trial[number] for number in plain.different))
     if wrong:

@@ -1,4 +1,4 @@
-"""The setting that a sweep recommends, by figures alone: of those that qualify the fastest, or the best by objectives.
+"""Recommend a setting by figures: of those that qualify the fastest, or the best by objectives.
 
 Pure: from settings and rules to codes with values. The texts are in `templates/`.
 """
@@ -17,10 +17,10 @@ from fsdp_lab.report.qualify import caveats_on, does_not_fit, notes_on, notes_on
 from fsdp_lab.report.settings import Coded, Setting, Settings
 from fsdp_lab.report.speed import EQUAL, Interval
 
-_SAME_MEMORY = 0.01  # of the smallest: what needs no more than this above it counts as equally small
+_SAME_MEMORY = 0.01  # of the smallest peak: others within this share count as equally small
 _SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
 _UNEVEN = 0.15  # a difference of logarithms: a mean and a median differ by more
-_MOST = 0.5  # of the difference of two steps
+_MOST = 0.5  # the share of the difference of two steps from which waiting for data explains it
 _WIDELY = 0.1  # a difference of two shares of steps: smaller ones are usual
 _SAME = 1e-5  # as a ratio: losses that differ by less are the same
 
@@ -55,12 +55,12 @@ class Recommendation:
     Attributes:
         settings: all of the sweep.
         why_not: name of a setting -> why it does not qualify.
-        why: why the recommended one is the one, or why there is none.
+        why: why the recommended one was chosen, or why there is none.
         setting: the recommended one; None: none qualifies.
         raced: speeds were compared.
-        tied: settings that are equally good as the recommended one, by the tolerance or the noise of speeds.
+        tied: settings as good as the recommended one, within the tolerance or the noise of speeds.
         tie_break: what decided among them; None without a tie.
-        unordered: of `tied`, those whose steps contradict their speed, and how.
+        unordered: of `tied`, those with steps that contradict their speed, and how.
         others: every other setting against the recommended one.
         caveats: why speeds may mislead.
         notes: what else the figures do not show.
@@ -167,8 +167,8 @@ def _why(r: Recommendation, able: Sequence[Setting], chosen: Setting) -> Coded:
 def _by_median_steps(settings: Settings, one: Setting, other: Setting) -> Interval | None:
     """Return the ratio of two speeds by the median steps of their last epochs; None: repeats are compared, or unknown.
 
-    Means are compared because they are what training takes: a median leaves out what every few steps cost. With one
-    run each, a busy spell of the machine is in one of the two means, and in neither median.
+    Speeds are means, because a median leaves out costs of every few steps. With one run each, a busy spell of the
+    machine changes one of the two means, and neither median.
     """
     by_median = other.figure(MEDIAN_STEP) / one.figure(MEDIAN_STEP)
     known = not math.isnan(by_median) and "training.global_batch_size" not in settings.axes
@@ -176,7 +176,7 @@ def _by_median_steps(settings: Settings, one: Setting, other: Setting) -> Interv
 
 
 def _contradicted(settings: Settings, one: Setting, other: Setting) -> Coded | None:
-    """Return why no order is claimed of two speeds that were measured once each; None: it may be."""
+    """Return why two speeds of one run each cannot be ordered; None: they can."""
     ratio, by_median = one.times(other), _by_median_steps(settings, one, other)
     if by_median is not None and (ratio.value - 1) * (by_median.value - 1) < 0:
         return Coded("by_median", {"ratio": ratio, "by_median": by_median})
@@ -184,9 +184,9 @@ def _contradicted(settings: Settings, one: Setting, other: Setting) -> Coded | N
 
 
 def _by_waiting(one: Setting, other: Setting) -> Coded | None:
-    """Return how long each waited for data, if that is most of the difference of their speeds: data are slow at first.
+    """Return how long each waited for data, if that is most of the difference of their speeds; else None.
 
-    Settings of the data, and of the batch, may wait for other times.
+    Data are slow when first read. None, too, if the settings differ in data or batch: these may differ in waiting.
     """
     keys = {key for key, text in one.values.items() if other.values.get(key) != text}
     if any(key.partition(".")[0] == "data" or key == "training.global_batch_size" for key in keys):
@@ -220,7 +220,7 @@ def _compare(r: Recommendation, other: Setting, chosen: Setting) -> Comparison:
 def _best_of(settings: Settings, able: Sequence[Setting]) -> tuple[list[Setting], list[Setting]]:
     """Return the settings that are equally good, and those that were compared by their speeds.
 
-    Predictions have no noise of runs: of these only equal ones tie, unless the fastest makes memory scarce.
+    Predictions have no noise of runs: only equal ones tie, unless the fastest makes memory scarce.
     """
     rules, left, raced = settings.rules, list(able), list[Setting]()
     for metric, direction in rules.objectives or [(SPEED, "max")]:
@@ -280,7 +280,7 @@ def _loss_above(setting: Setting, others: Sequence[Setting], loss: str) -> float
 
 
 def _is_tied(settings: Settings, one: Setting, other: Setting) -> bool:
-    """Return whether no order of two speeds is claimed."""
+    """Return whether two speeds are equal, or cannot be ordered."""
     return _is_equal(settings, one, other) or _contradicted(settings, one, other) is not None
 
 

@@ -1,4 +1,4 @@
-"""The templates of a report, with the filters that make text of its figures. The texts of reasons, for every medium."""
+"""The templates of a report with their filters, and the texts of reasons."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fsdp_lab.record.trial import words
 from fsdp_lab.report import texts
 from fsdp_lab.report.choice import PLAIN
 
-# An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
+# The first timed step: after the configured warm-up, and two steps that are followed for memory.
 _STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
 
 
 def text_of(template: str, macro: str, *values: Any) -> str:
-    """Return the text of a macro. A value that it needs and that is missing is an error."""
+    """Return the text of a macro. A missing value is an error."""
     return str(getattr(environment(False).get_template(template).module, macro)(*values))
 
 

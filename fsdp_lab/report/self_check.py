@@ -1,15 +1,18 @@
-"""Settings that must have the same losses, and those among them that have others. Pure.
+"""Find settings with other losses than they must have. Pure.
 
 In float32 and with the same data, a model computes the same however it is sharded, gathered, offloaded and recomputed.
-Rounding differs, and training amplifies it: with a large learning rate by a factor of 10,000 in ten steps. So the first
-three steps decide: ViTs, language models, batch norm and dropout agree in them to 1e-7, whatever the learning rate of
-our optimizers; one of the user's may round by shards, as those with states in 8 bits do. A warm-up hides wrong
-gradients from them: the gradient's norm in the first step counts, too, and the step after it, or its twentieth, where
-rounding is at most 2e-3 apart. Later a difference counts only in the validation loss of an epoch whose training still
-agrees, where batch norm's statistics are within 1e-3. A record without its first steps is judged by the first epoch
-that differs.
+Only rounding differs. Training amplifies it: with a large learning rate by a factor of 10,000 in ten steps. So these
+decide:
 
-With another `sharding.tp` a batch has other parts, which dropout, batch norm and `optimizer.scale_lr` depend on: then
+- The losses of the first three steps. In ViTs, language models, batch norm and dropout they agree to 1e-7, at any
+  learning rate of our optimizers. A user's optimizer may round by shards, as those with states in 8 bits do.
+- The gradient's norm in the first step, since a warm-up hides wrong gradients from the losses. And the loss after the
+  warm-up, or of its twentieth step: there rounding is at most 2e-3 apart.
+- Later, only the validation loss of an epoch with equal training losses: batch norm's statistics are within 1e-3 there.
+
+A record without its first steps is judged by the first epoch that differs.
+
+With another `sharding.tp` a batch has other parts, on which dropout, batch norm and `optimizer.scale_lr` depend. Such
 trials are not compared.
 """
 
@@ -27,10 +30,10 @@ from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_GRAD_NORM, FIRST_LOSS, LOS
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 
-_STEPS = 1e-5  # as a ratio, as are the others: more is no rounding of the first three steps
-_WARM = 0.01  # more is no rounding of the first steps at the full learning rate
+_STEPS = 1e-5  # a ratio, like the others: rounding of the first three steps is below it
+_WARM = 0.01  # rounding of the first steps at the full learning rate is below it
 _CALM = 1e-6  # the rounding of an epoch that training has not amplified
-_EPOCH = 0.02  # more is no rounding of an epoch that follows calm ones
+_EPOCH = 0.02  # rounding of an epoch that follows calm ones is below it
 _VISIBLE = 1e-4
 _NEXT_TO_ZERO = 1e-4  # of the first losses
 # Keys and groups that must not change a loss: those by which a model is divided, and others.
@@ -48,11 +51,11 @@ Values = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Difference:
-    """What a trial computes otherwise than the reference.
+    """The first figure in which a trial differs from the reference.
 
     Attributes:
         reference: the number of a trial of the setting that is sharded least.
-        witness: the number of the trial whose figures these are: another one with this layout, if that is in float32.
+        witness: the number of the trial with these figures: another one of this layout, if that is in float32.
         metric: of the first figure that differs.
         expected: its value in the reference.
         found: its value here.
@@ -69,7 +72,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What settings that must compute the same were found to compute.
+    """The result of comparing settings that must compute the same.
 
     Attributes:
         different: number of a trial -> how it differs from the reference.
@@ -83,18 +86,18 @@ class SelfCheck:
 def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str], wrong: Collection[int] = ()) -> SelfCheck:
     """Compare the trials of a sweep that must have the same losses, by their epochs and first steps.
 
-    A trial without an epoch is not compared, and neither is a setting whose repeats disagree. What differs in float32
-    does so in other precisions with the same layout, too.
+    Trials without an epoch, and settings with repeats that disagree, are not compared. A difference in float32 also
+    counts for other precisions of the same layout.
 
     Args:
-        wrong: the numbers of trials that train another model than a plain loop, which says nothing of others.
+        wrong: the numbers of trials that train another model than a plain loop; they are left out.
     """
     trials = [trial for trial in trials if trial.number not in wrong]
     groups: dict[tuple[Values, Values], list[TrialRecord]] = {}
     for trial in sorted(trials, key=_simplicity):
         if trial.epochs and is_float32(trial):
             facts = [(key, str(trial.facts.get(key, ""))) for key in _FACTS]
-            # which `${per_worker:2}` makes of the number of workers and of sharding.tp
+            # `${per_worker:2}` computes it from the number of workers and sharding.tp
             facts.append(("batch", str(trial.config.training.global_batch_size) if trial.config else ""))
             groups.setdefault((_without(trial, axes, (*_LAYOUT, *_OTHERS)), tuple(facts)), []).append(trial)
     different: dict[int, Difference] = {}
@@ -126,8 +129,8 @@ def _compare(group: Sequence[TrialRecord], axes: Sequence[str], different: dict[
 
 
 def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None:
-    """Return the first figure that shows that two trials compute differently; None: rounding may explain all."""
-    # a difference of first losses may start next to zero, and so may a loss
+    """Return the first figure in which two trials differ by more than rounding; None: there is none."""
+    # losses, and their differences, may be next to zero: the largest of these is the scale
     firsts = [reference.figures.get(FIRST_LOSS), reference.figures.get(EARLY_LOSS), reference.epochs[0].get(TRAIN_LOSS)]
     scale = max((abs(loss) for loss in firsts if loss is not None and math.isfinite(loss)), default=1.0)
     own_optimizer = trial.config is not None and trial.config.optimizer.target is not None
@@ -158,7 +161,7 @@ def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None
 
 
 def _without(trial: TrialRecord, axes: Sequence[str], groups: Sequence[str]) -> Values:
-    """Return the values of a trial's axes but those of some groups."""
+    """Return the values of a trial's axes, without those of some groups."""
     kept = (axis for axis in axes if axis not in groups and axis.partition(".")[0] not in groups)
     return tuple((axis, trial.setting.get(axis, "")) for axis in kept)
 

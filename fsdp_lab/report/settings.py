@@ -1,4 +1,4 @@
-"""The settings in a sweep's frame: its trials, without what distinguishes attempts at one setting. Pure."""
+"""The settings in a sweep's frame: its trials, grouped by all axes but repeat and seed. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Axes that distinguish attempts at a setting, not settings.
 REPEATS = ("repeat", "training.seed")
 
-# The axis of what a resume trained otherwise than the start of the sweep: `no`, or `key=value` of each.
+# The axis of what a resume changed since the start of the sweep: `no`, or `key=value` of each change.
 CHANGED = "changed"
 
 
@@ -35,7 +35,7 @@ class Rules:
         loss_tolerance: a setting qualifies if its loss is within this ratio of the best.
         speed_tolerance: settings within this ratio of the fastest tie.
         objectives: `(metric, "min" or "max")`, the most important first; empty: the fastest.
-        trivial_loss: the loss of a model that guesses; None: not known, so nothing is said of learning.
+        trivial_loss: the loss of a model that guesses; None: not known, so learning is not checked.
         predicted: speeds and memory are predictions: losses are not compared, and memory decides among equal speeds.
     """
 
@@ -67,7 +67,7 @@ class Setting:
         values: of each axis, as typed.
         trials: their numbers.
         statuses: how they ended.
-        group: of the settings that cannot differ in speed.
+        group: the number of its group, in which settings cannot differ in speed.
         pace: the speed of the group; None: it is not compared.
         peak: the median peak memory of the group, which nothing in it changes; infinite without one.
         figures: metric -> its median over the finished trials, for speed the estimate; only what is known.
@@ -83,7 +83,7 @@ class Setting:
 
     @property
     def speed(self) -> Interval | None:
-        """In samples/s, without ends that are not known to within a factor; None: it is not compared."""
+        """The samples/s, without an interval if its upper end is infinite; None: it is not compared."""
         speed = self.pace and self.pace.interval
         return Interval(speed.value) if speed and math.isinf(speed.high) else speed
 
@@ -101,7 +101,7 @@ class Setting:
         return TrialStatus.finished in self.statuses
 
     def apart(self, other: Setting) -> str:
-        """Return the other setting by the values that differ from this one's."""
+        """Return a name of the other setting: its values that differ from this one's."""
         return words({key: text for key, text in other.values.items() if self.values.get(key) != text})
 
     def figure(self, metric: str, unknown: float = math.nan) -> float:
@@ -109,7 +109,7 @@ class Setting:
         return self.figures.get(metric, unknown)
 
     def rounding(self, other: Setting, metric: str) -> float:
-        """Return the difference of two figures that means nothing, see `spacing`."""
+        """Return the largest difference of two figures that may be rounding; see `spacing`."""
         return max(spacing(metric, self.figures), spacing(metric, other.figures))
 
 
@@ -117,9 +117,9 @@ class Settings:
     """The settings of a frame, in the order of their first trials.
 
     Args:
-        frame: a row a trial, as of `SweepRecord.frame`; of predictions with a column `predicted`, see `Predicted`.
-        check: what the trials that must compute the same were found to compute.
-        plain: what they were found to compute against plain loops.
+        frame: a row for each trial, as in `SweepRecord.frame`. Predictions have a column `predicted`, see `Predicted`.
+        check: the comparison of trials that must compute the same.
+        plain: their comparison with plain loops.
         reasons: number of a trial -> why it did not finish, in words.
 
     Attributes:
@@ -157,7 +157,7 @@ class Settings:
             group = int(self.groups[rows.index[0]])
             pace = paces.get(group)
             known = {key: median for key, median in medians.get(place, {}).items() if not math.isnan(median)}
-            known.pop(SPEED, None)  # of the trials alone
+            known.pop(SPEED, None)  # the estimate of the group replaces it
             settings.append(
                 Setting(
                     rows.iloc[0][self.axes].to_dict(),
@@ -179,7 +179,7 @@ class Settings:
         return measured(*(of.groupby(self.groups).apply(list).to_dict() for of in speeds))
 
     def without(self, names: Container[str]) -> list[Setting]:
-        """Return the settings but those of these names."""
+        """Return the settings, without those of these names."""
         return [setting for setting in self.all if setting.name not in names]
 
     @cached_property

@@ -3,12 +3,12 @@
 Noise is a factor on a speed, so all computation is in logarithms, with one variance in all groups. A group's interval
 is Student's. The intervals of all ratios of a sweep hold together with the stated confidence: they are Tukey's with
 Kramer's standard errors (Kramer, "Extension of multiple range tests to group means with unequal numbers of
-replications", Biometrics 12, 1956). So the fastest of many is not called so for being the luckiest.
+replications", Biometrics 12, 1956). So the luckiest of many runs is not called the fastest.
 
 `scipy.stats.tukey_hsd` gives the same intervals. It refuses groups of one run, and takes minutes for a hundred groups.
 
-Repeats run in rounds. Where each round has every group, the rounds' means are subtracted for the ratios: what slowed a
-whole round says nothing of them. The interval of one group's speed keeps it.
+Repeats run in rounds. If each round has every group, the rounds' means are subtracted for the ratios, because a slow
+round slows all groups. The interval of one group's speed includes them.
 
 Without repeats there is no interval: the steps of one run do not show how much two runs of a setting differ.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-EQUAL = 0.0005  # as a share of a speed: predictions that differ by less are the same
+EQUAL = 0.0005  # as a share of a speed: predictions that differ by less are equal
 _CONFIDENCE = 0.95
 _WIDEST = math.log(100)
 _FEWEST = 2  # degrees of freedom: a single one makes an interval three times as wide as two do
@@ -67,10 +67,10 @@ class Measured:
 
     Attributes:
         log: the mean of the logarithms of its runs.
-        runs: how many they are.
+        runs: their number.
         noise: of runs.
         within: of runs of one round, if rounds are complete.
-        groups: how many there are.
+        groups: their number.
     """
 
     log: float
@@ -133,7 +133,7 @@ def _noise_of(rest: Mapping[int, np.ndarray], freedom: int) -> Noise:
 
 
 def _within_rounds(rest: Mapping[int, np.ndarray], rounds: Mapping[int, Sequence[int]], noise: Noise) -> Noise:
-    """Return the noise without the rounds' means, if every round has as many runs of each group, else as it is."""
+    """Return the noise without the rounds' means, if every round has as many runs of each group; else `noise`."""
     counted = [Counter(rounds[group]) for group in rest]
     freedom = noise.freedom - len(counted[0]) + 1 if counted else 0
     if freedom < _FEWEST or any(counts != counted[0] for counts in counted):

@@ -61,7 +61,7 @@ def change(value: float) -> str:
 
 
 def apart(one: float, other: float) -> tuple[str, str]:
-    """Return two numbers with four digits, or as many as tell them apart."""
+    """Return two numbers with four digits, or with as many as show their difference."""
     digits = next((n for n in range(4, 17) if f"{one:.{n}g}" != f"{other:.{n}g}"), 4)
     return f"{one:#.{digits}g}", f"{other:#.{digits}g}"
 

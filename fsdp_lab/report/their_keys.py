@@ -26,10 +26,10 @@ class Row:
     Attributes:
         key: dotted, as in the file.
         kinds: the ways to train in which it counts; in others it has no effect.
-        default: what an absent key stands for; None: nothing.
+        default: the value of an absent key; None: it has none.
         ours: value -> overrides, or why there are none; see the table.
-        reads: whether it is read by its own overrides.
-        writes: whether it is written.
+        reads: whether its own overrides are used when a file is read.
+        writes: whether it is in a file that is written.
         remark: the comment above it.
     """
 
@@ -53,18 +53,18 @@ class Row:
         words = options.get(text, options.get("*", f"{_NO}it is none of {names}"))
         try:
             if words.count("{") and text.split() != [text]:
-                return f"{_NO}it has spaces"  # which would make other overrides of it
+                return f"{_NO}it has spaces"  # which would split it into several overrides
             return words if words.startswith(_NO) else words.format(**{**known, "value": value_text(value)})
         except KeyError:
             return options.get("?", f"{_NO}it depends on another value")
 
     def value(self, settings: Mapping[str, Any]) -> Any:
-        """Return the value whose overrides are a trial's settings, or the nearest; None: there is nothing to write."""
+        """Return the value with overrides that are closest to a trial's settings; None: nothing to write."""
         options = {each: words for each, words in self.ours.items() if not words.startswith(_NO)}
         if not any(options.values()):
             return None
         fits = {each: "".join(_fits(words, settings)) for each, words in options.items()}
-        chosen = max(options, key=lambda each: ("0" not in fits[each], fits[each].rstrip("0")))  # of equals the first
+        chosen = max(options, key=lambda each: ("0" not in fits[each], fits[each].rstrip("0")))  # in a tie the first
         value = settings.get(options["*"].partition("=")[0]) if chosen == "*" else _typed(chosen)
         return None if value == self.default and (chosen == "*" or not options[chosen]) else value
 
@@ -92,7 +92,7 @@ class Trainer:
     Attributes:
         rows: in the order of the table.
         ignored: patterns of keys that change nothing of a step.
-        joint: keys that are read by the overrides of others.
+        joint: keys that only the overrides of others use.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Reading:
         overrides: in the order of the table.
         without: `key=value` of theirs -> why it has no counterpart.
         ignored: keys that change nothing of a step.
-        unknown: keys that the table has not.
+        unknown: keys that are not in the table.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -153,7 +153,7 @@ def read(name: str, values: Mapping[str, Any], derived: Mapping[str, Any]) -> Re
     Args:
         name: of its trainer.
         values: by dotted keys; what is empty counts as absent.
-        derived: names in overrides that are made of several values.
+        derived: names in overrides -> what is computed from several values.
     """
     trainer, reading = trainers()[name], Reading()
     given = {key: value for key, value in values.items() if value not in (None, "", [], {})}
@@ -177,7 +177,7 @@ def read(name: str, values: Mapping[str, Any], derived: Mapping[str, Any]) -> Re
 
 
 def write(name: str, settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return what of a trainer's file comes nearest to a trial's effective settings, by dotted keys.
+    """Return the values of a trainer's file that are closest to a trial's effective settings, by dotted keys.
 
     Args:
         name: of the trainer.

@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_lab.config import UserError
 from fsdp_lab.config.serialize import typed
 
-RESTORE = "restore it from a copy, or remove it"  # a message that ends with it says what is lost then
+RESTORE = "restore it from a copy, or remove it"  # callers add what a removal loses
 _REMOVE = "remove it: the next start writes a new one"
 _UNREADABLE = (ValueError, OverflowError, RecursionError)
 
@@ -24,8 +24,8 @@ def read_object(path: Path, remedy: str = _REMOVE, others: Any = None, **types: 
 
     Args:
         remedy: for a file that cannot be read.
-        others: the type of every value that `types` does not name; None: any.
-        **types: of the values of keys, as dataclasses declare them; a key whose type is not optional must be there.
+        others: the type of the values of all other keys; None: any.
+        **types: key -> the type of its value, as in a dataclass. A key is required unless its type is optional.
 
     Raises:
         UserError: the file cannot be read.
@@ -41,7 +41,7 @@ def read_object(path: Path, remedy: str = _REMOVE, others: Any = None, **types: 
 
 
 def read_lines(path: Path, remedy: str, others: Any = None, **types: Any) -> Iterator[dict[str, Any]]:
-    """Yield the object in each line, but not in a last line that a kill cut short. Arguments and errors as above."""
+    """Yield the object in each line, except a last line that a kill cut short. Arguments and errors as above."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     except PermissionError:
@@ -84,8 +84,8 @@ def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[P
     If the block raises, nothing is left.
 
     Args:
-        durable: return when the file and its name are on the disk, so that they survive a power cut: for files that a
-            resume needs.
+        durable: return only when the file and its name are on the disk, so that they survive a power cut; for files
+            that a resume needs.
         parents: make its folder. Not for files in a trial's or a sweep's folder, which must not be made again if it was
             removed meanwhile.
 

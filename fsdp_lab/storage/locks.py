@@ -1,4 +1,4 @@
-"""Locks between processes: files in folders, by flock(2). A lock goes with its process, however that ends.
+"""Locks between processes: files in folders, by flock(2). A lock ends with its process, however that ends.
 
 filelock never removes a file or follows a link; without `fallback_to_soft`, no lock outlives its process.
 """
@@ -63,9 +63,10 @@ def exclusive(path: Path, limit_s: float = 0.0, parents: bool = True) -> Iterato
 
 
 def share_until_exit(path: Path) -> None:
-    """Hold the shared lock of a file, which filelock has not, until this process ends: no other has it exclusively.
+    """Hold a shared lock of a file until this process ends: until then no other process holds it exclusively.
 
-    Waits for an exclusive holder, without a limit. Raises as `exclusive`; the folder must exist.
+    filelock has no shared lock. Waits for an exclusive holder, without a limit. Raises as `exclusive`; the folder must
+    exist.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # never closed
     try:
@@ -89,9 +90,9 @@ def locked(folder: Path, key: str, private: bool = False) -> Iterator[None]:
     """Reserve a folder for this process.
 
     Args:
-        key: the key that sets the folder on the command line; `resume` takes no other.
-        private: make a missing folder for this user alone. An existing one is not changed, unless it is empty, because
-            Hydra has made it.
+        key: the key that sets the folder on the command line; a `resume` cannot use another folder.
+        private: make a missing folder for this user only. An existing folder is changed only if it is empty: Hydra made
+            it.
 
     Raises:
         InUse: another process works in it.
@@ -124,7 +125,7 @@ def unwritable(key: str, folder: Path, error: OSError) -> UserError:
 def _make_private(folder: Path) -> None:
     folder.mkdir(0o700, parents=True, exist_ok=True)
     if not any(folder.iterdir()):
-        with suppress(PermissionError):  # it is somebody else's
+        with suppress(PermissionError):  # another user owns it
             folder.chmod(0o700)
 
 
@@ -132,7 +133,7 @@ def _sign(handle: int) -> None:
     text = f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode()
     with suppress(OSError):  # a full disk: the lock holds all the same
         os.pwrite(handle, text, 0)
-        os.truncate(handle, len(text))  # behind it: a disk waits where a file becomes empty
+        os.truncate(handle, len(text))  # after the write: some disks wait when a file becomes empty
 
 
 def _read(path: Path) -> str:

@@ -31,7 +31,7 @@ class StorageAway(OSError):
 
 
 class Storage:
-    """The objects below an address. Their names have slashes and no leading one.
+    """The objects below an address. Their names have slashes, but none at the start.
 
     Every method raises StorageRefused and StorageAway.
     """
@@ -44,7 +44,7 @@ class Storage:
             self._fs, self._root = url_to_fs(address, **options(address))
 
     def put(self, file: Path, name: str) -> None:
-        """Make a local file an object; a large one comes to be there when all of it has arrived."""
+        """Upload a local file. A large object exists once all of it has arrived."""
         with _translated_errors(self.address):
             self._fs.put_file(str(file), f"{self._root}/{name}")
 
@@ -52,7 +52,7 @@ class Storage:
         try:
             with _translated_errors(self.address):
                 self._fs.pipe_file(f"{self._root}/{name}", content)
-        except FileNotFoundError as error:  # as gcsfs says it
+        except FileNotFoundError as error:  # gcsfs raises this
             raise _no_bucket(self.address) from error
 
     def read(self, name: str) -> bytes:
@@ -65,7 +65,7 @@ class Storage:
             return bytes(self._fs.cat_file(f"{self._root}/{name}"))
 
     def get(self, name: str, file: Path) -> None:
-        """Make an object a local file, whole or not at all. Raises as `read`."""
+        """Download an object to a local file, whole or not at all. Raises as `read`."""
         making = file.with_name(f".{file.name}.{os.getpid()}.making")
         try:
             with _translated_errors(self.address):
@@ -85,7 +85,7 @@ class Storage:
         }
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; missing ones are no error."""
         for name in names:
             with _translated_errors(self.address):
                 try:
