@@ -1,4 +1,4 @@
-"""What is typed -> the sweep that it asks for. A command without `-m` is a sweep with one cell."""
+"""From a command line to its sweep. A command without `-m` is a sweep with one cell."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Alone:
 
 
 class Multirun:
-    """A command with `-m`. Attributes as of `Alone`."""
+    """A command with `-m`. Attributes: see `Alone`."""
 
     key = "hydra.sweep.dir"
 
@@ -128,7 +128,7 @@ class Multirun:
         repeat_axis(self._parser, self.config, self._arguments)
         search, swept = self._searcher()
         try:
-            first = search.next()  # now: what is wrong in it is reported before anything starts
+            first = search.next()  # now, to report its errors before anything starts
         except ConfigError:
             print(*search.notes(), sep="\n", flush=True)
             raise
@@ -173,7 +173,7 @@ class Multirun:
         """Return `Trial.resumed` and `changed` of the trials that a resumed search will suggest.
 
         Args:
-            words: that were typed for resumes, and change the trials.
+            words: overrides typed for resumes that change the trials.
         """
         start = fixed_words(self._parser, self._defaults, record.arguments)
         configs = (self._compose(each, 0).config for each in (start, with_overrides(start, words)))

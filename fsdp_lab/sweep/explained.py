@@ -1,4 +1,4 @@
-"""Why trials of a sweep ran out of a GPU's memory: what `python -m fsdp_lab.explain` says of them, for the report."""
+"""Explain for the report why trials ran out of a GPU's memory, by `python -m fsdp_lab.explain`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LIMIT_S = 300.0  # for each
 def explain_shortages(sweep: Sweep) -> None:
     """Write an explanation into the folders of trials that ran out of memory, after the last trial.
 
-    The first of each setting has one, in the first three settings. An error is logged: the sweep has its results. A
-    first Ctrl-C ends this alone.
+    Explains the first such trial of each of the first three settings. An error is only logged, because the sweep has
+    its results. A first Ctrl-C ends only this.
     """
     asked = dict[str, int]()
     for number, state in enumerate(sweep.trials):

@@ -36,23 +36,22 @@ from fsdp_lab.report.render import needs_text
 from fsdp_lab.sweep.names import OF_A_NIGHT, label, setting
 from fsdp_lab.sweep.sweep import Sweep
 
-MAX_OTHERS_CPU = 0.1  # the share of the cores that other processes may use beside a trial that is learnt from
-_USERS = ("model_error", "user_error")  # what training would end with, too
-_WAITED = 0.05  # of its steps, from which a GPU's are not learnt from
+MAX_OTHERS_CPU = 0.1  # the share of the cores that others may use while a trial runs that corrects forecasts
+_USERS = ("model_error", "user_error")  # errors that training would raise, too
+_WAITED = 0.05  # the share of waiting above which a GPU's steps correct no forecast
 
 
 class Forecasts:
     """Forecasts the known trials while Ray starts, and those of a search one by one. Use it as a context.
 
-    On a running cluster, forecasts begin when it has been reached. A trial whose model cannot be trained is not
-    started. If all forecasts fail by errors that training would meet too, no trial is; not so on such a cluster, whose
-    nodes may have files that this machine lacks. Otherwise the reason for a missing forecast is logged, once for all
-    trials that share it.
+    On a running cluster, forecasts start once it is reached. A trial is not started if its model cannot be trained. If
+    all forecasts fail by errors that training would raise too, no trial is started, except on a running cluster: its
+    nodes may have files that this machine lacks. Other reasons for a missing forecast are logged, each once.
     """
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        # A resume predicts by the trials that the start knew, and nights by the file: their errors are compared.
+        # Errors of predictions stay comparable: a resume corrects by the trials that its start knew, a night by none.
         self._before = 0.0 if OF_A_NIGHT in os.environ else sweep.started.begun
         self._early: Background | None = None
         if sweep.config.cluster.address is None:
@@ -76,7 +75,7 @@ class Forecasts:
         self._forecaster.__exit__()
 
     def _request(self, config: SweepConfig, cuda: bool) -> Request:
-        """Return the request of a trial, whose device is corrected by trials that ended before the sweep began."""
+        """Return the request of a trial. Trials that ended before the sweep started correct its device."""
         request = _request(config, cuda)
         try:
             return replace(request, sheet=refined(request.sheet, config, request.num_workers, self._before))
@@ -92,7 +91,7 @@ class Forecasts:
     def ready(self) -> None:
         """Wait for the forecasts of the known trials, before the first of them starts."""
         sweep, asked = self._sweep, self._sweep.config.forecast
-        # else `forecast.keep` has chosen before; a kill while it skipped leaves the fastest to choose from
+        # else `forecast.keep` has chosen before. After a kill while it skipped trials, the fastest are still there
         is_new = not any(s.ended and s.status is not TrialStatus.skipped for s in sweep.trials)
         requests = {n: self._request(config, resources.num_gpus() > 0) for n, config in self._wanted().items()}
         forecasts = dict(zip(requests, self._results(list(requests.values())), strict=True))
@@ -143,12 +142,12 @@ class Forecasts:
         self._sweep.log(f"forecast.keep={keep}: {count(kept, 'setting')} to measure, {result}")
 
     def added(self, number: int) -> None:
-        """Forecast a suggested trial: first with `forecast.prune`, which may skip it, else while it starts."""
+        """Forecast a suggested trial: while it starts, or before with `forecast.prune`, which may skip it."""
         config = self._sweep.config_of(number)
         if not _is_forecast(config):
             return
         request = self._request(config, resources.num_gpus() > 0)
-        if (known := self._known.get(request.key)) is not None:  # of a trial that this one repeats
+        if (known := self._known.get(request.key)) is not None:  # this trial repeats another
             self._judge(number, known)
             return
         future = self._forecaster.submit(request)
@@ -164,7 +163,7 @@ class Forecasts:
                 self._take(number, self._forecaster.result(future, request))
 
     def ended(self, number: int) -> None:
-        """Let a finished trial that was predicted correct later predictions of its device."""
+        """Correct later predictions for a device by a finished trial that was predicted."""
         sweep, state = self._sweep, self._sweep.trials[number]
         speed = state.forecast.speed if state.forecast is not None else None
         if state.status is not TrialStatus.finished or speed is None or speed.parts is None:
@@ -184,14 +183,14 @@ class Forecasts:
             sweep.log_once(f"measured speeds of {speed.device} could not be saved for later forecasts: {error}")
 
     def _judge(self, number: int, forecast: Forecast) -> None:
-        """Take the forecast of a trial that has not started, or fail the trial if its model cannot be trained."""
+        """Use the forecast of a trial that has not started, or fail the trial if its model cannot be trained."""
         if _cannot_train(forecast):
             self._fail({number: forecast})
         else:
             self._take(number, forecast)
 
     def _fail(self, forecasts: Mapping[int, Forecast]) -> None:
-        """End trials that would train in vain. Errors of one class, raised by one line, are one reason."""
+        """Fail trials that training would fail, too. Errors of one class from one line are one reason."""
         first: dict[tuple[str, str], tuple[int, str]] = {}
         for number, forecast in forecasts.items():
             why = forecast.error

@@ -29,7 +29,7 @@ _KEYS = frozenset(all_keys())
 
 @dataclass(frozen=True)
 class Composer:
-    """What composes cells in a command that is no Hydra application, as a sweep does.
+    """Composes cells as a sweep does, for a command that is not a Hydra application.
 
     Attributes:
         defaults: the default axes of a sweep, with those of a preset among the overrides.
@@ -46,7 +46,7 @@ def composer(overrides: Sequence[str], search_words: Sequence[str]) -> Iterator[
     """Let Hydra compose the cells of a command line.
 
     Args:
-        search_words: overrides by which Hydra finds the user's options; they are no part of a cell.
+        search_words: overrides by which Hydra finds the user's options; they are not part of a cell.
     """
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -75,7 +75,8 @@ class Cells:
     def config(self, words: Sequence[str]) -> DictConfig:
         """Return the config of a cell. Raises what Hydra raises for an invalid override."""
         overrides = [self._parsed(word) for word in words]
-        # Hydra applies options first, and the rest in order: up to what is neither key nor option, Hydra composes all.
+        # Hydra applies options first, then the rest in order. So it composes all up to the last that is neither key nor
+        # option.
         first = 1 + max((n for n, one in enumerate(overrides) if not (is_key(one) or _is_option(one))), default=-1)
         keys = {n: override for n, override in enumerate(overrides) if n >= first and is_key(override)}
         shared = tuple(word for n, word in enumerate(words) if n not in keys)
@@ -129,7 +130,7 @@ def enumerate_grid(
 
     Args:
         parser: with a config loader, so that `glob` can see the options of a group.
-        defaults: `hydra.sweeper.params`; an axis that `arguments` also name is theirs, null means none.
+        defaults: `hydra.sweeper.params`; an axis in `arguments` replaces it; null means none.
         arguments: the command line's overrides.
 
     Raises:
@@ -172,7 +173,7 @@ def all_overrides(
 ) -> dict[str, Override]:
     """Return the default and the typed axes by key, in the order of a trial's overrides."""
     given = parser.parse_overrides(list(arguments))
-    # A default that is named anew gives its place in the order, as in Hydra; `+key` and `~key` are keys of their own.
+    # A typed axis replaces its default, in its own place in the order, as in Hydra. `+key` and `~key` are other keys.
     replaced = {override.get_key_element() for override in given}
     named = {override.key_or_group for override in given} - replaced
     axes = [f"{key}={value}" for key, value in defaults.items() if value is not None and key not in named]

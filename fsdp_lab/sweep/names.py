@@ -100,7 +100,7 @@ def command_line() -> str:
 def resume_lines(folder: Path) -> list[str]:
     """Return the line with the command that resumes an interrupted sweep.
 
-    The sweep of a night has none: another night begins.
+    The sweep of a night has none: another night starts.
     """
     if OF_A_NIGHT in os.environ:
         return []

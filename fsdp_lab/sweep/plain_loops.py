@@ -1,8 +1,8 @@
 """Plain loops of the user's own code, which run while Ray starts, and with which the trials of a sweep are compared.
 
-Figures are kept in `outputs/plain_loops`, by the values of the trial. They count as long as Python, PyTorch, fsdp_lab
-and the files of the user's modules are the same. What else may have changed unseen, such as files of data, shows in a
-trial that differs: then the loop runs again, after the last trial.
+Figures are kept in `outputs/plain_loops`, by the values of the trial. They are valid while Python, PyTorch, fsdp_lab
+and the files of the user's modules are the same. Other changes, such as in files of data, show as a trial that differs:
+then the loop runs again after the last trial.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PlainLoops:
         self._thread.shutdown(cancel_futures=True)
 
     def _planned(self) -> list[PlainLoop]:
-        """Return the loops that the trials still to run need, those that cannot run with the reason."""
+        """Return the loops that the trials still to run need. One that cannot run has the reason."""
         kinds = {_kind(self._sweep.config_of(loop.trial), loop.dp_degree) for loop in self._sweep.plain_loops}
         planned: list[PlainLoop] = []
         for number, state in enumerate(self._sweep.trials):
@@ -116,7 +116,7 @@ class PlainLoops:
             write_plain_loops(self._sweep.folder, self._sweep.plain_loops)
 
     def confirm(self) -> None:
-        """Run the loops again whose kept figures a trial does not have, after the last trial."""
+        """After the last trial, run the loops again that have kept figures from which a trial differs."""
         kept = [loop for loop in self._sweep.plain_loops if loop.kept]
         if kept and check_against_plain(self._sweep.trials, self._sweep.plain_loops).different:
             self._start([replace(loop, figures={}, kept=False) for loop in kept], anew=True)

@@ -24,9 +24,9 @@ class Plan:
     """The trials of a grid.
 
     Attributes:
-        left_out: reason -> the cells without a meaning.
+        left_out: reason -> the invalid cells.
         folded: cells that would repeat a trial, and its number.
-        unnamed: axes by default, or of a preset; only of forecasts.
+        unnamed: swept axes that nobody typed, of the defaults or a preset; only of forecasts.
     """
 
     trials: list[Trial] = field(default_factory=list)
@@ -82,7 +82,7 @@ def plan_sweep(
         seen[key] = len(plan.trials)
         plan.trials.append(trial)
     if not plan.trials:
-        most = max(map(len, plan.left_out.values()), default=0)  # what makes most cells invalid is to be fixed first
+        most = max(map(len, plan.left_out.values()), default=0)  # the error of most cells is to be fixed first
         reasons = [reason for reason, cells in plan.left_out.items() if len(cells) == most]
         raise ConfigError(" / ".join(reasons) or "the sweep has no trials: an axis has no values.")
     return plan

@@ -1,4 +1,4 @@
-"""The record of a sweep, which everything reads that shows or judges results: of a running one, or of a folder."""
+"""Make the record of a sweep, running or in a folder. Everything that shows or judges results reads it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def record_of(sweep: Sweep) -> SweepRecord:
         state.setting |= dict.fromkeys(changed, ", ".join(state.trial.changed) or "no")
         state.overrides = [unescaped(override) for override in state.trial.words]
         state.folder = sweep.folder_of(number)
-    # without any that were asked for, the fastest setting that qualifies is recommended
+    # without typed objectives, the fastest setting that qualifies is recommended
     typed = any(word.lstrip("+").startswith("objective=") for word in start.arguments)
     asked = typed or config.search.samples or config.objective != SweepConfig().objective
     return SweepRecord(

@@ -85,7 +85,7 @@ def run_on_ray(sweep: Sweep) -> None:
     if cluster.address is None:
         sweep.log("Ray starts")
     start_ray(cluster, sweep.code())
-    sigterm_interrupts()  # Ray has put a handler of its own
+    sigterm_interrupts()  # Ray has installed its own handler
     if cluster.address is None:
         threading.Thread(target=_watch_servers, args=(sweep,), name="ray", daemon=True).start()
     sweep.outputs.ready()

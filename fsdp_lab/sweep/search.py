@@ -34,7 +34,7 @@ from fsdp_lab.sweep.plan import effect
 
 _DEFAULTS = flatten(SweepConfig())
 _FEW = 10  # suggestions that were tried before or are invalid; then settings are drawn at random
-_MOST_REFUSED = 1_000  # draws in a row; then the space has nothing new, or nothing that can be
+_MOST_REFUSED = 1_000  # random draws in a row without a new and valid one; then the search ends
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,9 @@ class OptunaSearch:
         return None
 
     def _suggestions(self) -> Iterator[optuna.Trial]:
-        """Yield what the sampler suggests, and after a few random ones, which in a small space are new until its end.
+        """Yield a few suggestions of the sampler, then random ones.
 
-        A sampler that has found the best cell of a small space suggests little else.
+        A sampler that has found the best cell of a small space suggests little else, but random ones find what is left.
         """
         for _ in range(_FEW):
             yield self._study.ask(self._space.dimensions)

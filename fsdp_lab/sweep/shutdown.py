@@ -17,7 +17,7 @@ from fsdp_lab.machine.signals import ENDS, on_end
 from fsdp_lab.sweep.sweep import Sweep
 
 _LIMIT_S = 8.0  # then what hangs is left behind
-_LAST_S = 2.0  # of it, for what the thread of the deadline does itself
+_LAST_S = 2.0  # of it, for the last work of the deadline's thread
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def interruptible(sweep: Sweep) -> Iterator[None]:
 def _exit_in_time(sweep: Sweep, over: threading.Event) -> None:
     until = sweep.ends_by or 0.0
     while not over.wait(max(0.0, min(2.0, until - time.monotonic()))) and time.monotonic() < until:
-        if sweep.ending is None:  # what was raised at the first signal was swallowed: by a destructor, say
+        if sweep.ending is None:  # something swallowed the first signal's exception, for example a destructor
             os.kill(os.getpid(), signal.SIGINT)
     if not over.is_set():
         try:

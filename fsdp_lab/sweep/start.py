@@ -95,7 +95,7 @@ def _record(sweep: Sweep, multirun: DictConfig | None) -> None:
 
 def start_sweep(sweep: Sweep) -> ExitCode:
     """Run a sweep and print the result. Raises as `run_sweep`."""
-    # what these import takes seconds: refusals come before
+    # these imports take seconds: errors are raised before
     from fsdp_lab.sweep.outputs.outputs import Outputs
     from fsdp_lab.sweep.runner import EXECUTORS, run_sweep
 

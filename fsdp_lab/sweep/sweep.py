@@ -49,7 +49,7 @@ class Sweep:
         ending: the exit status that it ends with; None while it runs.
         error: that ended it early, other than an interrupt; None: none did.
         interrupted_by: Ray's server that ended and so interrupted it; None: none did.
-        ends_by: when all waits of its end are over, on the monotonic clock; None: it was not interrupted.
+        ends_by: until when its end may wait, on the monotonic clock; None: it was not interrupted.
     """
 
     outputs: Events
@@ -80,7 +80,7 @@ class Sweep:
         self._logged: set[str] = set()
 
     def move(self, folder: Path) -> None:
-        """Take another folder, before anything is in one."""
+        """Use another folder, before anything is written."""
         for state in self.trials:
             state.trial = replace(state.trial, folder=folder / os.path.relpath(state.trial.folder, self.folder))
         self.folder = folder
@@ -134,7 +134,7 @@ class Sweep:
         """
         if self.resumed:
             changed = [state for state in self.trials if state.trial.resumed and not state.ended]
-            if changed:  # first: a kill between the two leaves what differs, which is then found and marked again
+            if changed:  # first: after a kill between the two, the next resume finds the difference again
                 write_trials(self.folder, [state.trial for state in self.trials])
             for state in self.trials:
                 (write_hydra_folder if state in changed else write_missing_hydra_folder)(state.trial)
@@ -146,7 +146,7 @@ class Sweep:
             raise
 
     def next(self) -> int | None:
-        """Return the number of the trial to begin next; None if there is none now.
+        """Return the number of the trial to start next; None if there is none now.
 
         Raises:
             OSError: the sweep's folder was removed.
@@ -159,18 +159,18 @@ class Sweep:
         return None
 
     def next_waiting(self) -> int | None:
-        """Return the known trial to begin next; None without one."""
+        """Return the known trial to start next; None without one."""
         while self._queue and self.trials[self._queue[0]].status is not TrialStatus.waiting:
             self._queue.popleft()
         return self._queue[0] if self._queue else None
 
     def put_back(self, number: int) -> None:
-        """Let a trial begin next that was given out to be run, and has not ended."""
+        """Make a trial that was handed out, and has not ended, the next to start."""
         self.trials[number].status = TrialStatus.waiting
         self._queue.appendleft(number)
 
     def running(self) -> list[int]:
-        """Return the trials that were given out to be run and have not ended; the last one first."""
+        """Return the trials that were handed out and have not ended, the last one first."""
         begun = (TrialStatus.starting, TrialStatus.running)
         return [number for number, state in enumerate(self.trials) if state.status in begun][::-1]
 
@@ -205,7 +205,7 @@ class Sweep:
             clear_left_over(folder)
 
     def begin(self, number: int) -> None:
-        """Begin a trial that has its resources; a second time after its process was killed."""
+        """Start a trial that has its resources; again after its process was killed."""
         state = self.trials[number]
         before = list(read_metrics(self.folder_of(number)))
         state.epochs_before = int(before[-1]["epoch"]) if before else 0
@@ -237,7 +237,7 @@ class Sweep:
         return bool(facts)
 
     def epoch(self, number: int, report: Mapping[str, Any]) -> None:
-        """Take the metrics of an epoch, which the trial's folder has too, from a report that may have Tune's names."""
+        """Record an epoch's metrics from a report, which may have Tune's names. The trial's folder has them, too."""
         self.read_facts(number)
         metrics = {name: float(value) for name, value in report.items() if "/" in name or name == "step"}
         self._record_epoch(number, {"epoch": report["epoch"], **metrics})
@@ -247,7 +247,7 @@ class Sweep:
             self.outputs.epoch(number, metrics)
 
     def tick(self) -> None:
-        """Let time pass: called repeatedly while trials run. Raises as `next`."""
+        """Update what changes with time; called repeatedly while trials run. Raises as `next`."""
         self._check_folder()
         self.outputs.tick()
 
@@ -257,7 +257,7 @@ class Sweep:
     def write_stop(self, number: int, report: Mapping[str, Any]) -> None:
         """Write the outcome of a trial that its scheduler stops at the epoch of a report, unless the trial has one.
 
-        It has finished if all its work is done, though nobody waited for it.
+        The outcome is `finished` if all its work is done, because its own outcome was not awaited.
         """
         config = self.config_of(number)
         through = config.training.is_through(report["epoch"], report.get("step", 0))
@@ -290,7 +290,7 @@ class Sweep:
         self._end(number, Outcome(TrialStatus.skipped, reason))
 
     def fail(self, number: int, reason: Reason, traceback: str = "") -> None:
-        """Record a trial of which it is known that it fails, without starting it; with a traceback if there is one."""
+        """Record a trial that is known to fail, without starting it; with a traceback if there is one."""
         self.prepare(number)
         if traceback:
             write_error(self.folder_of(number), traceback)
@@ -329,7 +329,7 @@ class Sweep:
                 outcome = Outcome(TrialStatus.interrupted, reason)
                 try:
                     self.end(number, outcome)
-                except (OSError, UserError) as problem:  # a damaged file: it keeps no other trial from its end
+                except (OSError, UserError) as problem:  # a damaged file must not keep other trials from ending
                     self.log_once(str(problem))
                     self._end(number, outcome)
         self.outputs.closed()

@@ -1,4 +1,4 @@
-"""The state of a trial, its status and its figures; how a sweep ends, and who hears of its events. Reads no file."""
+"""The state of a trial, its status and its figures; how a sweep ends, and who receives its events. Reads no file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrialState(TrialRecord):
         self.figures = self.figures_at({key: value for epoch in epochs for key, value in epoch.items()})
 
     def take_forecast(self, forecast: Forecast) -> None:
-        """Take a forecast of this start; one that failed leaves that of an earlier start."""
+        """Set the forecast of this start; if it failed, that of an earlier start stays."""
         self.forecast = forecast
         if not forecast.error:
             speed = forecast.speed
@@ -50,7 +50,7 @@ class TrialState(TrialRecord):
             self.recorded(self.epochs, figures_of(forecast), words)
 
     def record_epoch(self, metrics: dict[str, float]) -> bool:
-        """Take the metrics of an epoch; return False for a known one. Metrics that the epoch lacks keep their value."""
+        """Add an epoch's metrics; return False for a known one. Metrics that the epoch lacks keep their value."""
         if self.epochs and metrics["epoch"] <= self.epochs[-1]["epoch"]:
             return False
         self.epochs.append(dict(metrics))
@@ -58,7 +58,7 @@ class TrialState(TrialRecord):
         return True
 
     def figures_at(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an epoch, with the forecast beside them."""
+        """Return the metrics of an epoch and the forecast."""
         workspaces = self.forecast.allowances.get("kernel workspaces", 0) if self.forecast else 0
         figures, asked = with_forecast(metrics, self.forecast_figures, workspaces), self.trial.config
         rate = figures.get("perf/tokens_per_s") or figures.get(SPEED)
@@ -95,7 +95,7 @@ def figures_of(forecast: Forecast) -> dict[str, float]:
 
 
 def in_rounds(trials: Sequence[TrialState]) -> list[int]:
-    """Return the trials in the order in which they begin.
+    """Return the trials in the order in which they start.
 
     Repeats run round by round, every second one backwards, whatever the order of the axes. A drift, as of a machine
     that gets warm, then affects all settings alike.
@@ -108,7 +108,7 @@ def in_rounds(trials: Sequence[TrialState]) -> list[int]:
 
 
 class Events(Protocol):
-    """The events of a sweep, which `outputs.Outputs` explains, each after the sweep's state and folder have it."""
+    """The events of a sweep; see `outputs.Outputs`. Each is called after the sweep's state and folder have it."""
 
     def log(self, text: str) -> None: ...
     def opened(self) -> None: ...

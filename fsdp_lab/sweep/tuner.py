@@ -34,7 +34,7 @@ from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.schedulers import build_scheduler
 from fsdp_lab.sweep.sweep import Sweep
 
-_QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
+_QUIET_S = 20.0  # a start takes about ten seconds; a longer wait is logged with its reason
 _MOST_STARTS = 5  # of a trial whose own processes end without a new epoch
 _ROUNDING = 1e-6  # of sums of shares of a core
 _KILLED = re.compile(r"Selected to kill: .*\bworker ID=(\w+)")  # in the report of Ray's memory monitor
@@ -45,7 +45,7 @@ class Places:
     """The places of a sweep's trials on the cluster, and the deaths of their own processes, through all starts of Tune.
 
     Attributes:
-        most: trials side by side: fewer after each death for lack of memory.
+        most: how many trials may run side by side: fewer after each death because memory ran out.
         taken: Tune's name of a running trial -> its resources.
     """
 
@@ -85,16 +85,16 @@ class Places:
         resources.release_placement_group(self.sweep.folder_of(number))
 
     def died_at_start(self, number: int) -> None:
-        """Let a trial begin again whose process ended before it began; it fails if that happens often."""
+        """Start a trial again after its process ended before it started; fail it if that happens often."""
         key = number, len(self.sweep.trials[number].epochs)
         self._at_starts[key] += 1
         self._begin_again(number, Reason.of(Code.no_outcome) if self._at_starts[key] > _MOST_STARTS else None)
 
     def died_for_memory(self, report: str) -> None:
-        """Let the trials begin again that ran when Ray's memory monitor killed processes of trials, fewer side by side.
+        """Start the running trials again, fewer side by side, after Ray's memory monitor killed processes of trials.
 
-        The monitor kills them for what ranks hold. One that it has killed before is out of memory if it is the only one
-        now: of several it is not known whose ranks filled the memory.
+        The monitor kills them because ranks hold too much. A trial is out of memory if the monitor kills it a second
+        time, and no other with it. Of several, it is not known which one filled the memory.
 
         Args:
             report: Ray's, which names the processes that it killed.
@@ -114,7 +114,7 @@ class Places:
         self._by_memory.update(victims)
 
     def _begin_again(self, number: int, reason: Reason | None) -> None:
-        """Let a trial begin again, unless it has an outcome, or a reason why it ends."""
+        """Start a trial again, unless it has an outcome, or a reason why it ends."""
         state = self.sweep.trials[number]
         if state.status is TrialStatus.running:
             state.resuming = True
@@ -127,12 +127,12 @@ class Places:
 
 
 def run_trials(sweep: Sweep) -> None:
-    """Run the trials of a sweep; again with fewer side by side if Ray kills processes of trials for lack of memory.
+    """Run the trials of a sweep; again with fewer side by side if Ray kills processes of trials when memory runs out.
 
     Raises:
         ConfigError: the cluster cannot hold a trial.
     """
-    # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
+    # Nothing here reads Tune's own state on disk, so a warning that it was not written is useless.
     logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
     if why := shortcut.unusable():
         sweep.log(f"trials take seconds longer to start: {why}")
@@ -162,8 +162,8 @@ def build_tuner(places: Places) -> tune.Tuner:
     sweep = places.sweep
     places.taken.clear()  # of a start before this one
     for config in [state.trial.config for state in sweep.trials if not state.ended] or [sweep.config]:
-        places.needed(config)  # told before the first begins
-    # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
+        places.needed(config)  # raises before the first trial starts
+    # Tune's process for a trial only waits: it asks for no core, and for a byte, because it must ask for something.
     return tune.Tuner(
         tune.with_resources(trial_function, {"memory": 1, **resources.driver_node()}),
         tune_config=tune.TuneConfig(
@@ -179,7 +179,7 @@ def build_tuner(places: Places) -> tune.Tuner:
             storage_path=str(sweep.folder),
             verbose=0,
             callbacks=[TuneCallback(places)],
-            # a trial whose own process was killed; what goes wrong in it is the job's to try again
+            # retries after a trial's own process was killed; the job retries other failures
             failure_config=tune.FailureConfig(max_failures=sweep.config.cluster.max_failures),
         ),
     )
@@ -273,24 +273,24 @@ class TuneCallback(TrialProgressCallback):
         """Publish the epoch that a trial reports. If the scheduler stops the trial, its workers end first."""
         number = trial.config["number"]
         if result.get("done"):
-            # In this order: that its workers are gone is no failure, and the next trial waits for their places.
+            # The outcome first: then it is no failure that its workers end. The next trial waits for their places.
             self._sweep.write_stop(number, result)
             self._places.free(number)
             if address := self._sweep.address_of(number):
-                # every other trial waits to be heard
+                # meanwhile no other trial's report is read
                 get = threading.Thread(target=receive_now, args=(address, self._sweep.folder_of(number)), daemon=True)
                 get.start()
                 get.join(_STORE_S)
         self._sweep.epoch(number, result)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """End a trial; begin it again if its process ended before the trial began."""
+        """End a trial; start it again if its process ended before the trial started."""
         number = trial.config["number"]
         self._speak_at.pop(number, None)
         self._places.taken.pop(trial.trial_id, None)
         if self._sweep.trials[number].status is TrialStatus.starting:
             self._log(number, ": its own process ended before it began; it starts in a new one")
-            for other, state in enumerate(self._sweep.trials):  # it was one's that ended and may hold its places still
+            for other, state in enumerate(self._sweep.trials):  # the process may have kept places of a trial that ended
                 if state.ended:
                     self._places.free(other)
             self._places.died_at_start(number)
@@ -302,7 +302,7 @@ class TuneCallback(TrialProgressCallback):
     on_trial_error = on_trial_complete
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Begin a trial again: its own process was killed, and Tune starts another."""
+        """Start a trial again: its own process was killed, and Tune starts another."""
         number = trial.config["number"]
         self._places.free(number)
         self._log(number, ": its own process was killed; it resumes in a new one")
@@ -311,7 +311,7 @@ class TuneCallback(TrialProgressCallback):
         """Log what a trial is waiting for whose workers do not report yet."""
         self._sweep.tick()
         for trial in trials if self._places.taken else ():
-            # Tune reports no error of a trial whose process would not leave the one before, and would wait for others
+            # Tune reports no error of a trial if its process does not leave the trial before; it would wait for others
             if trial.status == "ERROR" and trial.trial_id in self._places.taken:
                 self.on_trial_complete(iteration, trials, trial)
         for number, speak_at in list(self._speak_at.items()):

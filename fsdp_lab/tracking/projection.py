@@ -1,9 +1,9 @@
-"""MLflow as a projection of the record: one thread sends what the record has and the store has not.
+"""MLflow as a projection of the record: one thread sends what the record has and the store lacks.
 
-The driver says which runs have changed. The thread asks what each should hold, compares that with what it knows of the
-store, and sends the difference. After a failure it reads what the store has, so nothing is written twice; what could
-not be sent stays wanted. Ctrl-C reaches the main thread only, so no write is cut short: an interrupted one would leave
-SQLite locked.
+The driver names the runs that have changed. The thread asks what each should hold, compares that with what it knows of
+the store, and sends the difference. After a failure it reads what the store has, so nothing is written twice. What
+could not be sent stays wanted. Ctrl-C reaches the main thread only, so no write is cut short: an interrupted one would
+leave SQLite locked.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class WantedRun:
     """What the store should hold of the sweep, or of one trial.
 
     Attributes:
-        first_tags: those that it is created with; people may change them later.
-        tags: those that are kept as they are here.
+        first_tags: set when the run is created; people may change them later.
+        tags: always set to these values.
         params: the parameters. MLflow changes none, so differences go to the tag `resumed_with`.
         epochs: step -> metrics, each sent once; step 0 is the forecast.
         figures: the latest values of other metrics, sent when one has changed.
         facts: of a trial; they become tags.
         files: path and the folder of the artifacts that it goes to.
-        answer: the beginning of its description; "": none.
+        answer: the start of its description; "": none.
         status: how it ended; None: it runs.
         error: why it failed, kept as the tag `error`: one line of at most 500 characters.
         ended: when, in milliseconds since 1970; None: now.
@@ -152,7 +152,7 @@ class Projection:
         """Where a UI lists the experiment's runs; None where no server is known."""
         if not self._experiment_id or (runs := runs_url(self._tracking)) is None:
             return None
-        # without its last word MLflow opens on traces of language models
+        # without the end of the path MLflow opens a page of traces of language models
         return f"{runs.removesuffix('runs')}experiments/{self._experiment_id}/runs?workflowType=machine_learning"
 
     def run_id(self, number: int | None) -> str:
@@ -304,7 +304,7 @@ class Projection:
             self._send_tags(stored, {RECORDED_TAG: "true"})  # last of all
 
     def _end(self, stored: Stored, wanted: WantedRun, status: TrialStatus) -> None:
-        """End a run, before its files: one that the store does not take must not leave the run open."""
+        """End a run before its files are sent: a file that the store refuses must not leave the run open."""
         if stored.ended is None:
             stored.ended = wanted.ended or int(time.time() * 1000)
             end = writes.RUN_STATUS[status], stored.ended
@@ -323,7 +323,7 @@ class Projection:
             stored.sent.add(item)
 
     def _try(self, what: str, stored: Stored | None, do: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a request. What the store refuses is reported once for each kind, and None.
+        """Make a request; None if the store refuses it, which is reported once for each kind.
 
         Raises:
             _StoreAway: it does not answer.

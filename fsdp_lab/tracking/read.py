@@ -55,7 +55,7 @@ def annotate_answer(tracking: TrackingConfig, sweep_id: str, answer: SweepAnswer
             if number is not None and _PARENT in tags:
                 set_tags(client, run_id, answer.tags_of_trial(int(number), tags))
                 continue
-            if number is None:  # not a trial alone
+            if number is None:  # not a single trial
                 set_tags(client, run_id, answer.tags(tags))
                 log_epoch(client, run_id, answer.metrics(run.data.metrics), 0)
             set_answer(client, run_id, answer.sentence)
@@ -65,7 +65,7 @@ def annotate_answer(tracking: TrackingConfig, sweep_id: str, answer: SweepAnswer
 
 
 def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
-    """Return the id of the run of a sweep, or of a trial alone; "" if the store has none.
+    """Return the id of the run of a sweep, or of a single trial; "" if the store has none.
 
     Raises:
         TrackingError: the store cannot be used.

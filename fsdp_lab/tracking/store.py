@@ -42,7 +42,7 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    # Artifacts go by way of the server. MLflow would ask it for an address in its object storage, which drivers may not
+    # Artifacts go through the server. MLflow would ask it for an address in its object storage, which drivers may not
     # reach: a small file took two minutes to fail.
     "MLFLOW_ENABLE_PROXY_MULTIPART_DOWNLOAD": "false",
     "MLFLOW_ENABLE_PROXY_MULTIPART_UPLOAD": "false",
@@ -60,8 +60,8 @@ def open_store(tracking: TrackingConfig, on_note: Callable[[str], None] | None =
     """Return a client of the store, and the id of the experiment.
 
     Args:
-        on_note: gets what a user of the store should know; a missing schema and experiment are made. None: to read
-            only, and the id may be "".
+        on_note: called with what a user of the store should know; a missing schema and experiment are made. None: to
+            read only, and the id may be "".
 
     Raises:
         TrackingError: the store is missing, cannot be written, or is of another version of MLflow.
@@ -136,7 +136,7 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
 
 
 def sqlite_path(uri: str) -> Path:
-    """Return the absolute path of an sqlite store, which no sign may be in that an address gives another meaning."""
+    """Return the absolute path of an sqlite store. It may have no character with another meaning in an address."""
     path, _, query = uri.partition(":///")[2].partition("?")
     if not path.strip("/") or ":memory:" in path:
         raise _error(uri, "the path of an sqlite file follows three slashes", f"use {_LOCAL}")
@@ -160,7 +160,7 @@ def check_home() -> None:
 
 
 def check_sqlite(uri: str) -> None:
-    """Write to an sqlite store, and take it back: if that fails, MLflow would try for 100 s.
+    """Write to an sqlite store, and undo it: if that fails, MLflow would try for 100 s.
 
     Raises:
         TrackingError: it cannot be written, or another process holds it.
@@ -198,7 +198,7 @@ def _check_artifacts(tracking: TrackingConfig, folder: Path) -> None:
 
 @contextmanager
 def _only_one(uri: str, artifacts: Path | None) -> Iterator[None]:
-    """Let one process at a time pass, for a store in a writable folder of this machine, whoever uses it."""
+    """Let one process of all users at a time open a store in a writable folder of this machine."""
     lock = artifacts.parent / ".mlflow.lock" if artifacts else None
     if lock is None or not os.access(lock if lock.exists() else lock.parent, os.W_OK):
         yield
@@ -235,7 +235,7 @@ def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) 
     if experiment is None:
         try:
             location = artifacts.as_uri() if artifacts else None
-            # the UI would guess the kind, and ask, otherwise
+            # otherwise the UI guesses the kind, and asks
             tags = {"mlflow.note.content": how_to_read(), "mlflow.experimentKind": "custom_model_development"}
             return client.create_experiment(name, location, tags)
         except MlflowException:
@@ -277,7 +277,7 @@ def _error(uri: str, reason: str, remedy: str) -> TrackingError:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error in one line. Of urllib3's chain of wrappers, only what stands last says something."""
+    """Return an error in one line. In urllib3's chain of wrappers only the last one has information."""
     return one_line(str(error).rpartition("Caused by ")[2], 300) or type(error).__name__
 
 

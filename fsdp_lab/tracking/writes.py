@@ -47,12 +47,12 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
 
 
 def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
-    """Replace the beginning of a run's description by its sweep's answer."""
+    """Replace the start of a run's description by its sweep's answer."""
     set_tags(client, run_id, answer_tags(client.get_run(run_id).data.tags, answer))
 
 
 def reopen(client: MlflowClient, run_id: str, tags: Sequence[str]) -> None:
-    """Let a run that has ended go on, without the tags about its end."""
+    """Continue a run that has ended, without the tags about its end."""
     client.update_run(run_id, "RUNNING")
     for tag in tags:
         client.delete_tag(run_id, tag)

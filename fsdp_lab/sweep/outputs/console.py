@@ -29,8 +29,8 @@ class Console:
         rich: where to print; None: standard output.
 
     Attributes:
-        bar: over the trials and their epochs. With `engine=inline` it is drawn at events alone: a debugger has the
-            terminal for itself between them.
+        bar: the progress over trials and epochs. With `engine=inline` it is drawn only at events, so that a debugger
+            can use the terminal between them.
     """
 
     def __init__(self, sweep: Sweep, rich: RichConsole | None = None) -> None:

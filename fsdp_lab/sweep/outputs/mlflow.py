@@ -24,7 +24,7 @@ _EARLY_LIMIT_S = 3.0  # when the sweep ends early
 
 
 class MlflowRuns:
-    """Says what each run should hold, and which have changed; its `projection` sends the difference."""
+    """Returns what each run should hold, and which have changed; its `projection` sends the difference."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._tracking = sweep, sweep.config.tracking
@@ -35,7 +35,7 @@ class MlflowRuns:
         self._answer: SweepAnswer | None = None
 
     def open(self) -> None:
-        """Make the store's schema, and let it get the sweep's run, and what it lacks of trials that have ended.
+        """Make the store's schema, and send the sweep's run and what the store lacks of trials that have ended.
 
         Raises:
             TrackingError: the store cannot be reached.
@@ -56,12 +56,12 @@ class MlflowRuns:
             state.run_id = self.projection.run_id(number)
 
     def change(self, *numbers: int | None) -> None:
-        """Send what is new of these trials, or with None of the sweep, if it has a run of its own."""
+        """Send what is new of these trials; None: of the sweep, if it has its own run."""
         multirun = self._sweep.started.multirun
         self.projection.changed(*(number for number in numbers if number is not None or multirun))
 
     def changed(self, number: int) -> None:
-        """Send what is new of a trial that has begun: of others it is sent with their first event."""
+        """Send what is new of a trial that has started. The first event of any other sends it."""
         state = self._sweep.trials[number]
         if state.status is TrialStatus.waiting:
             return
@@ -69,7 +69,7 @@ class MlflowRuns:
             self._ended.setdefault(number, int(time.time() * 1000))
         self.change(number)
         if self._sweep.config.engine is Engine.inline and self._sweep.ending is None:
-            self.projection.settle(0.0)  # before this process trains on: a step shares no core
+            self.projection.settle(0.0)  # before this process continues to train, so that no step shares its core
 
     def settle(self) -> None:
         """End the sweep's run, and wait for the store: the report names the runs."""
@@ -81,7 +81,7 @@ class MlflowRuns:
         self._settle()
 
     def finish(self) -> None:
-        """Send the sweep's files, and log how many runs the store lacks something of."""
+        """Send the sweep's files, and log how many runs are incomplete in the store."""
         self._with_files = True
         if self._sweep.started.multirun:
             self.change(None)
@@ -96,7 +96,7 @@ class MlflowRuns:
             )
 
     def describe(self, answer: SweepAnswer) -> None:
-        """Send the sweep's answer, instead of an earlier one."""
+        """Send the sweep's answer, which replaces an earlier one."""
         before, self._answer = self._answer, answer
         tagged = {n for n in range(len(self._sweep.trials)) if RECOMMENDED_TAG in self._tags_in_store(n)}
         self.change(None, *tagged, *(a.trial for a in (before, answer) if a and a.trial is not None))

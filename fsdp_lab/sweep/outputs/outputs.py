@@ -52,13 +52,13 @@ class Outputs:
         self.write_results()
 
     def ready(self) -> None:
-        """Wait for forecasts and plain loops: what runs trials is ready, and has begun none."""
+        """Wait for forecasts and plain loops, before the first trial starts."""
         self.forecasts.ready()
         if self.sweep.has_more():
             self.plain_loops.ready()
 
     def ran(self) -> None:
-        """Look again at what only the last trial shows: none runs any more."""
+        """Confirm the plain loops, after the last trial."""
         self.plain_loops.confirm()
 
     def added(self, number: int) -> None:
@@ -107,7 +107,7 @@ class Outputs:
         self._rest(begun)
 
     def write_results(self) -> None:
-        """Write `results.csv`. An error is logged once: MLflow may go on, and a resume writes the file again."""
+        """Write `results.csv`. An error is logged once: MLflow continues, and a resume writes the file again."""
         sweep, self._stale, begun = self.sweep, False, time.monotonic()
         self.mlflow.note_ids()
         try:

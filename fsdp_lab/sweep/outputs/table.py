@@ -22,8 +22,8 @@ _STYLE = {
     TrialStatus.starting: "dim",
     **dict.fromkeys((TrialStatus.failed, TrialStatus.oom, TrialStatus.diverged), "bold red"),
 }
-# What a sweep is decided by stays at any width, with the objectives. Of the others the last leaves first, and before it
-# what is not listed.
+# The figures that decide, and the objectives, stay at any width. Of the others, columns that are not listed here are
+# dropped first, then the last listed.
 _STAY = (VAL_LOSS, SPEED, MEMORY)
 _DROP_LAST = ("val/bits_per_byte", "perf/tokens_per_s", "epoch", "forecast/peak_bytes", "val/accuracy", TRAIN_LOSS)
 

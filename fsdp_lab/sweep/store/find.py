@@ -1,4 +1,4 @@
-"""The folder of a sweep that a command names, whose it is, and which of its overrides a resume composes.
+"""Find the folder of a sweep that a command names, its owner, and the overrides that a resume composes.
 
 A resume unpickles the folder's checkpoints, and imports the code that its overrides name. So the folder must be this
 user's own, or the command line must say `trust=true`.
@@ -26,7 +26,7 @@ _USERS_KEY = re.compile(rf"({'|'.join(OPEN_GROUPS)})\.[\w.]+")
 
 
 def remember_last(folder: Path) -> None:
-    """Make a folder the one that `resume=last` stands for."""
+    """Make `resume=last` stand for this folder."""
     with suppress(OSError):
         _LAST.parent.mkdir(exist_ok=True)
         write_text(_LAST, str(folder.absolute()))

@@ -26,7 +26,7 @@ class Occupied(UserError):
 
 
 def check_trial_folders(sweep_folder: Path, folders: Sequence[Path]) -> None:
-    """Check that each trial has a folder of its own, below its sweep's, with a name that the disk takes.
+    """Check that each trial has a folder of its own, below its sweep's, with a name that the disk accepts.
 
     Args:
         folders: in the order of the trials' numbers.
@@ -54,7 +54,7 @@ def check_trial_folders(sweep_folder: Path, folders: Sequence[Path]) -> None:
 
 
 def _key(place: Path) -> str:
-    return str(place).casefold()  # some disks tell no capitals
+    return str(place).casefold()  # some disks ignore case
 
 
 def _refused(what: str) -> ConfigError:
