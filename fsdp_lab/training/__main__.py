@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=per_block precision=fp16 optimizer.lr=0.01
 torchrun --nproc-per-node 2 -m fsdp_lab.training --config outputs/.../.hydra/config.yaml
 
-Takes `group=option` and `key=value` like the command line of fsdp_lab, without sweeps and presets.
+Accepts `group=option` and `key=value` like the command line of fsdp_lab, without sweeps and presets.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def compared(config: TrialConfig, facts: dict[str, Any], first: Metrics) -> dict
 
 
 def plain_loop(config: TrialConfig, dp_degree: int) -> dict[str, Any]:
-    """Return what `fsdp_lab.training.plain` does, in a process that knows nothing of ranks."""
+    """Return the result of `fsdp_lab.training.plain`, from a process that knows nothing of ranks."""
     own = {name: value for name, value in os.environ.items() if not re.search("RANK|WORLD_SIZE|MASTER_|ELASTIC", name)}
     with tempfile.TemporaryDirectory() as folder:
         asked, told = Path(folder, "in.json"), Path(folder, "out.json")

@@ -1,4 +1,4 @@
-"""Which blocks are recomputed in the backward pass, which outputs of their operators are saved, and their buffers."""
+"""Recompute blocks in the backward pass: which ones, which outputs are saved, and what happens to buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GONE = object()
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> None:
-    """Let the backward pass compute the forward pass of some of these blocks again, in place: names stay."""
+    """Let the backward pass compute the forward pass of some of these blocks again. In place, without new names."""
     every, options = 1, dict[str, Any]()
     match config.activation_checkpointing:
         case ActivationCheckpointing.none:
@@ -35,7 +35,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> None:
             every = config.activation_checkpointing_every
         case ActivationCheckpointing.selective:
             options = {"context_fn": selective_contexts}
-            if config.activation_offload is not ActivationOffload.none:  # moves what is saved, too
+            if config.activation_offload is not ActivationOffload.none:  # the offload moves what is saved
                 options["respect_saved_tensors_hooks"] = True
         case _:
             raise ValueError(f"activation_checkpointing={config.activation_checkpointing} is not known")
@@ -64,9 +64,9 @@ class _Recomputed:
 
     def __init__(self, block: nn.Module, **options: Any) -> None:
         self._block, self._forward, self._options = block, block.forward, options
-        self._changing: dict[Key, bool] = {}  # whether a pass changes a buffer, once it was seen
-        self._drawing: list[Access] = []  # generators of the block that one of the first passes has drawn from
-        self._looks = 2  # passes in which they are looked for: a block may make them in its first
+        self._changing: dict[Key, bool] = {}  # whether a pass changes a buffer; set after the first pass
+        self._drawing: list[Access] = []  # generators of the block from which one of the first passes drew
+        self._looks = 2  # in so many passes they are searched: the first may make them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -83,7 +83,7 @@ class _Recomputed:
             if before is None:
                 numbers, buffers = self._numbers(), self._buffers()
                 generators = self._find_generators((*args, *kwargs.values()))
-                with without_modes():  # of fake tensors, which a state is none of
+                with without_modes():  # states are never fake tensors
                     states = [(each, each[0]()) for each in generators]
                 outputs = self._forward(*args, **kwargs)
                 before = {key: number for key, number in numbers.items() if _is_other(getattr(*key, _GONE), number)}
@@ -99,7 +99,7 @@ class _Recomputed:
                 later = [each[0]() for each, _ in drawn]
                 for (_, put), state in drawn:
                     put(state)
-            for (module, name), value in before.items():  # a graph that is kept is computed again, from the same copies
+            for (module, name), value in before.items():  # clones: a retained graph is recomputed again
                 setattr(module, name, value.clone() if isinstance(value, Tensor) else value)
             try:
                 return self._forward(*args, **kwargs)
@@ -148,7 +148,7 @@ class _Recomputed:
             is_new = is_written or getattr(*key) is not buffer or hasattr(module, "track_running_stats")
             self._changing[key] = is_new or self._changing.get(key, False)
             if self._changing[key]:
-                # copied here, too: `selective` counts the copies that a recomputation makes, which may not be more
+                # copied here, too: under `selective` a recomputation may make no more copies than the forward pass
                 yield key, buffer.detach().clone() if copy is None else copy
 
 
@@ -157,7 +157,7 @@ def _is_other(now: Any, number: float) -> bool:
 
 
 def check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
-    """Check that no recomputed block has a sharding unit inside, whose gathering would count among its operators.
+    """Check that no recomputed block has a sharding unit inside: its gathering would count as an operator.
 
     Raises:
         ModelError: a block has one.
@@ -173,8 +173,8 @@ def check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[nn.Module]
 def selective_contexts() -> Any:
     """Return the contexts of a block's forward pass and of its recomputation.
 
-    By torchtitan's rule the outputs of expensive operators are saved, and of matrix products every second one. A layer
-    with a bias is `addmm`, which torchtitan's models lack; it counts as a matrix product here.
+    As in torchtitan, the outputs of expensive operators and of every second matrix product are saved. A layer with a
+    bias is `addmm`, which torchtitan's models lack; here it is a matrix product.
     """
     seen = {False: 0, True: 0}  # matrix products, of the forward pass and of the recomputation
 

@@ -1,7 +1,7 @@
-"""What autograd saves of a block waits for the backward pass in host memory.
+"""Move what autograd saves of a block to host memory until the backward pass.
 
-`torch.autograd.graph.save_on_cpu` also moves weights, and a tensor once for each operator that saves it. `use=pytorch`
-prints what follows the imports.
+`torch.autograd.graph.save_on_cpu` also moves weights, and moves a tensor once for each operator that saves it.
+`use=pytorch` prints what follows the imports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_lab.memory.torch_private import is_plain, version_of, wait_for
 
 
 def offload_blocks(blocks: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
-    """Let what autograd saves of these blocks be in host memory between the passes, in place: names stay.
+    """Keep what autograd saves of these blocks in host memory between the passes. In place, without new names.
 
     Args:
         units: the modules that are to become sharding units.
@@ -34,10 +34,10 @@ def offload_blocks(blocks: Sequence[nn.Module], units: Sequence[nn.Module]) -> N
 
 
 def _saving_on_host(block: nn.Module, copies: Any, has_units: bool) -> Callable[..., Any]:
-    """Return the forward pass of a block, of which all that is saved goes to the host but weights and buffers.
+    """Return the forward pass of a block, with all that it saves on the host, except weights and buffers.
 
     Args:
-        has_units: units inside of the block gather their weights while it runs.
+        has_units: units inside the block gather their weights while it runs.
     """
     forward = block.forward
 
@@ -76,7 +76,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _held(block: nn.Module) -> set[torch.UntypedStorage]:
-    """Return the memory that the modules of a block hold, which stays: weights, gathered or FSDP1's views, buffers."""
+    """Return the memory of a block's modules, which is not moved: weights, gathered or FSDP1's views, and buffers."""
     held = set[torch.UntypedStorage]()
     for module in block.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
@@ -96,7 +96,7 @@ class _Copy:
         self._back: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     def back(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-        """Return a tensor of this memory on the device, which those that are there at once share."""
+        """Return a tensor of this memory on the device. All tensors that exist at once share it."""
         storage = self._back()
         if storage is None:
             flat = torch.empty_like(self._host, device=self._device)

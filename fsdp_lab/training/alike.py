@@ -1,8 +1,8 @@
 """Ranks compare what each has made, before anything pairs their tensors by position: data, modules, first values.
 
-Digests are compared first, and details only where digests differ. Of a large tensor it is of a sample: the first and
-the last 4,096 values, and about as many between them. Parameters on `meta` have no values to compare. Floats
-that differ by rounding are alike, because CPUs of another kind compute other last digits.
+Digests are compared first, and details only where digests differ. The digest of a large tensor is of a sample: the
+first and the last 4,096 values, and about as many between them. Parameters on `meta` have no values to compare. Floats
+that differ by rounding are alike, because other CPUs compute other last digits.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _Facet:
     """What ranks must have in common, entry by entry.
 
     Attributes:
-        what: an entry is.
+        what: what an entry is, such as `parameter`.
         remedy: for a difference.
         entries: name and content of each; the content is None if this rank has no values to compare.
-        tensors: whose values these are, in the same order; None: the entries are words.
+        tensors: the tensors of the entries, in the same order; None: the entries are words.
     """
 
     what: str
@@ -70,10 +70,11 @@ def check_model(model: nn.Module, buffers_are_sent: bool = False) -> None:
 
     Args:
         model: before it is sharded, wrapped or loaded. Parameters may be on `meta`, on some ranks or all.
-        buffers_are_sent: whether all ranks get the buffers of rank 0, so that first values do not count.
+        buffers_are_sent: whether all ranks get the buffers of rank 0, so that their first values may differ.
 
     Raises:
-        UserError: two ranks differ. It has the first name that does, both ranks and a remedy, and is the same on all.
+        UserError: two ranks differ. The error has the first such name, both ranks and a remedy. It is the same on all
+            ranks.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -90,13 +91,13 @@ def check_model(model: nn.Module, buffers_are_sent: bool = False) -> None:
 def check_data(data: Data, training: TrainingConfig) -> None:
     """Compare both splits, the order of the first batch, and some items of each; every rank calls it.
 
-    Items that differ when they are read again, as augmented ones do, count by shape and type alone.
+    Of items that differ when they are read again, as augmented ones do, only shapes and types are compared.
 
     Raises:
         UserError: as `check_model`.
     """
     order = torch.arange(_READ)
-    with suppress(ConfigError):  # a split of less than a batch, which is refused when its length is known to be alike
+    with suppress(ConfigError):  # a split of less than a batch is refused later, when all ranks agree on its length
         order = next(iter(TrainOrder(len(data.train), training, ParallelDims())))
     facts = [
         ("split train", f"{len(data.train)} items"),
@@ -111,9 +112,9 @@ def check_data(data: Data, training: TrainingConfig) -> None:
 
 
 def buffer_notes(model: nn.Module, dp_degree: int) -> list[str]:
-    """Return a note on buffers that differ between ranks by now, because each wrote them from its own rows.
+    """Return a note on buffers that differ between ranks, because each wrote them from its own rows.
 
-    Batch norm has its note from the start. Every rank calls it after some steps.
+    Batch norm has another note, from the start. Every rank calls this after some steps.
     """
     if dp_degree == 1:
         return []
@@ -141,7 +142,7 @@ def _check(*facets: _Facet) -> None:
 def _differences(*facets: _Facet) -> Iterator[tuple[_Facet, str, str]]:
     """Yield each difference between ranks: its facet, the name of an entry, and both in words.
 
-    The same on every rank. A rank is compared with the first that has the entry.
+    The same on every rank. A rank is compared with the first one that has the entry.
     """
     of_ranks = gather([_digest_of_entries(facet.entries) for facet in facets])
     for facet, *digests in zip(facets, *of_ranks, strict=True):
@@ -176,7 +177,7 @@ def _digest_of_entries(entries: list[_Entry]) -> int | None:
 
 
 def _beyond_rounding(tensor: Tensor, others: list[int]) -> list[int]:
-    """Return those of the other ranks whose values are not close to the first rank's; every rank calls it."""
+    """Return the other ranks with values that are not close to the first rank's; every rank calls it."""
     samples = gather(None if tensor.is_meta else _sample(tensor))
     first = next(sample for sample in samples if sample is not None)
     return [rank for rank in others if not _is_close(first, samples[rank])]
@@ -224,7 +225,7 @@ def _sample(tensor: Tensor) -> Tensor | str:
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> list[_Entry]:
-    """Return how each tensor is made: shape, type, whether it is trained, and with which it is tied."""
+    """Return a description of each tensor: shape, type, whether it is trained, and what it is tied to."""
     first: dict[int, str] = {}
     entries: list[_Entry] = []
     for name, tensor in tensors.items():
@@ -235,13 +236,13 @@ def _shapes(tensors: Mapping[str, Tensor]) -> list[_Entry]:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the class of a module, and the arguments that PyTorch shows of its own."""
+    """Return the class of a module, and for PyTorch's own modules the arguments that PyTorch shows."""
     kind = type(module)
     return f"{kind.__qualname__}({module.extra_repr() if kind.__module__.startswith('torch.nn.') else ''})"
 
 
 def _items(split: str, dataset: Dataset, indices: Tensor) -> _Entry:
-    """Return the content of some items; None if they cannot be read, which is the error of a step."""
+    """Return the content of some items; None if they cannot be read: a step reports that error."""
     name = f"items {', '.join(map(str, indices.tolist()))} of {split}"
     try:
         with seeded(0):

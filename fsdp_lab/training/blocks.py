@@ -19,16 +19,16 @@ from fsdp_lab.memory.torch_private import unsplit_classes
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.activation_offload import offload_blocks
 
-_METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
+_METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation calls the same method
 BlockClasses = tuple[type[nn.Module], ...]
-BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # which share nothing between ranks
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # without communication between ranks
 
 
 def find_block_classes(model: nn.Module) -> BlockClasses:
     """Return the classes of a model's repeating blocks.
 
-    They are the classes that the model names itself, as those of transformers do, else the class that its longest list
-    of modules repeats. The tuple is empty without such a list.
+    They are the classes that the model names itself, as models of transformers do; else the class of its longest list
+    of equal modules. The tuple is empty without such a list.
     """
     named = unsplit_classes(model)
     classes = {type(module) for module in model.modules() if type(module).__name__ in named}
@@ -39,10 +39,7 @@ def find_block_classes(model: nn.Module) -> BlockClasses:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """Return the children of a list of modules of one class, else nothing.
-
-    A sequence of PyTorch's own layers is no list of blocks.
-    """
+    """Return the children of a list of modules of one class, else nothing. PyTorch's own layers are no blocks."""
     children = list(module.children())
     kinds = {type(child) for child in children}
     if len(children) < 2 or len(kinds) > 1 or not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -101,7 +98,7 @@ def loss_depends_on_dp_degree(model: nn.Module, scales_lr: bool) -> bool:
 
 
 def batch_norm_notes(model: nn.Module, dp_degree: int) -> list[str]:
-    """Return a note about batch norm where ranks differ in samples; an empty list if none do, or without batch norm."""
+    """Return a note about batch norm where ranks differ in samples; an empty list otherwise."""
     kinds = {type(m).__name__ for m in model.modules() if isinstance(m, BATCH_NORM)}
     if dp_degree == 1 or not kinds:
         return []
@@ -117,7 +114,7 @@ def apply_to_blocks(
 ) -> None:
     """Apply activation checkpointing, then offloading of activations, then compile, to every block, in place.
 
-    Before that, let the methods `model.forward_methods` gather the units, and be recomputed where `forward` is.
+    Before that, let the methods in `model.forward_methods` gather the units, and recompute them as `forward` is.
 
     Args:
         units: the modules that are to become sharding units.
@@ -133,11 +130,11 @@ def apply_to_blocks(
     changed = blocks if offloads or checkpointing is not ActivationCheckpointing.none else []
     _apply_methods(model, [*units, *changed], config.model.forward_methods or ())
     checkpoint_blocks(blocks, config)
-    if offloads:  # around it, which saves the inputs of a block alone
+    if offloads:  # around checkpointing, which saves only the inputs of a block
         offload_blocks(blocks, units)
     if config.compile:
-        torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
-        # PyTorch keeps code on disk with the names of process groups in it, which are others in another mesh
+        torch.compiler.reset()  # drops what earlier trials compiled, maybe for any shape
+        # PyTorch caches code on disk with names of process groups, and another mesh has other names
         torch.compiler.config.force_disable_caches = config.sharding.tp > 1  # type: ignore[attr-defined]
         for block in blocks:
             block.compile()

@@ -1,6 +1,6 @@
 """From a workload to the state that a step changes: the one path that training and forecasts share.
 
-The order is FSDP2's: shard bottom-up, fill, and only then the optimizer. DDP and FSDP1 wrap what has weights.
+The order is FSDP2's: shard bottom-up, fill, and only then the optimizer. DDP and FSDP1 wrap a model with weights.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def build(
         steps_per_epoch: of the learning-rate schedule.
         total_steps: of the learning-rate schedule; None: not known.
         find_unused: whether some parameters get no gradient.
-        to_float8: replaces the linear layers of blocks, of these classes, by such that compute in float8.
+        to_float8: called with the classes of blocks; replaces linear layers in them by layers that compute in float8.
 
     Raises:
-        UserError: the model lacks blocks that the config needs, or has what it cannot shard, or the optimizer groups
-            parameters by what sharding changes.
+        UserError: the model lacks blocks that the config needs, or a parameter cannot be sharded, or the optimizer
+            groups parameters by what sharding changes.
     """
     config = parallel.config
     parallel.check_made(model)
@@ -65,7 +65,7 @@ def build(
     check_blocks(model, blocks, config)
     if config.precision.float8:
         to_float8(model, blocks, parallel.device)
-    in_tokens = getattr(workload.task, "compile_loss", None) is not None  # whose loss is our cross entropy
+    in_tokens = getattr(workload.task, "compile_loss", None) is not None  # its loss is our cross entropy
     divided = parallel.divide_layers(model, in_tokens)
     whole = {*roots.values()}
     units = [unit for unit in sharding_units(model, blocks, config.sharding) if unit not in whole]

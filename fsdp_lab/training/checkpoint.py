@@ -1,6 +1,7 @@
 """Checkpoints: DCP shards, which are a checkpoint once a file names them all (`checkpoint_place.py`).
 
-It also carries what wrote it, and the metrics of the epochs so far. A damaged checkpoint is skipped for the one before.
+This file also has what wrote them, and the metrics of the epochs so far. If a checkpoint is damaged, the one before it
+is loaded.
 DCP's own files are read with pickle: load only checkpoints that you or your jobs wrote.
 """
 
@@ -67,22 +68,22 @@ class TrainState(Stateful):
         parallel: the model, and how ranks train it.
         optimizers: by the names that `task.step` has for them; without it one.
         lr_schedules: one of each optimizer.
-        num_params: of the whole model; FSDP1 shows each rank the elements that it has.
+        num_params: of the whole model; with FSDP1 a rank's parameters are only its own elements.
         scaler: of the loss; disabled without loss scaling.
         epoch: finished epochs.
         step: optimizer steps so far.
         epoch_step: optimizer steps of an epoch that is not finished.
         history: the metrics of every epoch so far.
-        so_far: of an epoch that is not finished: losses and other figures, a number for each step.
+        so_far: losses and other figures of an unfinished epoch, a number for each step.
         taken: optimizer steps of this run that loss scaling did not skip.
         lr: the rate of the last step, of the first group of parameters.
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
-        num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
+        num_labels: the labels that counted in the last step, over all ranks; None: its loss returned no count.
         figures: what the user's step returned last.
         after_step: of the user, called after each step that was taken; None: there is none.
         groups_compared: an own optimizer's groups were found to be those of the whole parameters.
-        loader: of the user, of which each rank keeps its place; None: there is none.
+        loader: of the user; its state is this rank's place in it. None: there is none.
     """
 
     parallel: Parallel
@@ -101,14 +102,14 @@ class TrainState(Stateful):
     taken: int = 0
     lr: float | torch.Tensor = 0.0
     loss_scale: float = field(init=False)
-    _modes: dict[nn.Module, bool] = field(default_factory=dict)  # of training, while the model is in eval mode
+    _modes: dict[nn.Module, bool] = field(default_factory=dict)  # training modes of modules, kept during eval
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
     figures: dict[str, torch.Tensor] = field(default_factory=dict)
     loader: Stateful | None = None
 
     def __post_init__(self) -> None:
-        """Read the first scale, so that a step need only read the one after it."""
+        """Read the first scale, so that a step only reads the next one."""
         self.loss_scale = self.scaler.get_scale()
 
     @property
@@ -128,7 +129,7 @@ class TrainState(Stateful):
     def rate(self) -> float | Tensor:
         """The learning rate of the next step, of the first group of parameters."""
         rate: float | Tensor = next(iter(self.optimizers.values())).param_groups[0]["lr"]
-        return rate.clone() if isinstance(rate, Tensor) else rate  # which the schedule changes in place
+        return rate.clone() if isinstance(rate, Tensor) else rate  # a clone: the schedule changes it in place
 
     def set_rates(self) -> None:
         """Give optimizers the rates of this trial's schedule: a checkpoint has those of the run that wrote it.
@@ -150,7 +151,7 @@ class TrainState(Stateful):
         """Set the model to train mode, and optimizers that have modes."""
         if self.parallel.config.task.step is None:
             self.model.train()
-        elif self._modes:  # each module goes on in the mode that it had
+        elif self._modes:  # each module continues in the mode that it had
             for part in self.parallel.roots(self.model).values():
                 part.train(self._modes[part])  # which may split weights again
             for module, mode in self._modes.items():
@@ -169,10 +170,10 @@ class TrainState(Stateful):
     def _switch(self, mode: str) -> None:
         for optimizer in self.optimizers.values():
             if callable(switch := getattr(optimizer, mode, None)):
-                self.parallel.reshard()  # what an evaluation has left gathered is of the other mode
+                self.parallel.reshard()  # an evaluation has left weights of the other mode gathered
                 switch()
                 for parameter in [key for key, value in optimizer.state.items() if not value]:
-                    del optimizer.state[parameter]  # a look makes an entry, which DCP takes for the state of a step
+                    del optimizer.state[parameter]  # reading makes an empty entry, which DCP takes for a state
 
     def weights(self) -> dict[str, Any]:
         """Return the sharded state of the model and of its optimizers."""
@@ -188,7 +189,7 @@ class TrainState(Stateful):
         set_optimizer_state_dict(self.model, [*self.optimizers.values()], state["optimizer"], options=options)
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
-        """Put back what PyTorch has cast to a parameter's type: an own optimizer's float32 for one in bfloat16."""
+        """Restore types that PyTorch has cast to a parameter's: for example a float32 state of a bfloat16 parameter."""
         states = [optimizer.state for optimizer in self.optimizers.values()]
         for name, parameter in unwrapped(self.model).named_parameters():
             held: dict[str, Any] = next((state[parameter] for state in states if parameter in state), {})
@@ -245,13 +246,13 @@ class TrainState(Stateful):
 class Checkpoints:
     """The checkpoints of one trial.
 
-    DCP saves each rank's parts of whole tensors, under FSDP2 and tensor parallelism of DTensors, so that any sharding,
-    degree or number of ranks can read them (`checkpoint.resume_from`). In its own folder a trial keeps its settings:
-    `CHECKPOINT` in `config/compare.py`.
+    DCP saves each rank's parts of whole tensors; under FSDP2 and tensor parallelism these are DTensors. So any
+    sharding, degree or number of ranks can read them (`checkpoint.resume_from`). In its own folder a trial must keep
+    the settings of `CHECKPOINT` in `config/compare.py`.
 
     Attributes:
         notes: sentences about the checkpoint that was loaded.
-        times_count: whether the steps that its history timed were this run's: on as many workers, and on such devices.
+        times_count: whether times in its history count for this run: as many workers, and the same kind of device.
     """
 
     def __init__(self, place: str, config: TrialConfig, ranks: DistributedContext) -> None:
@@ -271,8 +272,7 @@ class Checkpoints:
     def load(self, state: TrainState) -> str | None:
         """Resume from this trial's own last checkpoint, else start with the weights of `checkpoint.resume_from`.
 
-        Of another run, the weights and the optimizer's state are loaded. Everything else is this trial's, which starts
-        at step 0.
+        From another run, only the weights and the optimizer's state are loaded, and the trial starts at step 0.
 
         Returns:
             the name of the checkpoint that was loaded; None: none was.
@@ -287,7 +287,7 @@ class Checkpoints:
         name, meta = source.name, source.meta
         check_meta(meta, name, self.config)
         state.weights()  # makes the optimizer's state, by a step in train mode
-        state.eval()  # as weights are saved; DCP loads them in place
+        state.eval()  # weights are saved in this mode; DCP loads them in place
         if is_own:
             check_same_trial(meta, name, self.config, self.ranks.world_size)
         try:
@@ -354,8 +354,8 @@ class Checkpoints:
     def save(self, state: TrainState, metrics: Metrics) -> Metrics:
         """Save now (`sync`) or start to (`async`); every rank calls it.
 
-        Adds to `metrics` the seconds that training stood still (`checkpoint/blocked_s`). If a save was finished, also
-        adds its duration and its size. Then appends the metrics to the state's history.
+        Adds to `metrics` the seconds for which training waited (`checkpoint/blocked_s`), and the duration and size of a
+        save that has finished. Then appends the metrics to the state's history.
         """
         if self.settings.mode is CheckpointMode["off"]:
             state.remember(metrics)
@@ -368,9 +368,9 @@ class Checkpoints:
                 group = dist.new_group(backend="gloo")
                 assert isinstance(group, dist.ProcessGroup)
                 self._async_group = group
-            # Nothing copied ahead: by then every tensor is on the host, and the saving thread, which has no device of
-            # its own, would ask for a stream of GPU 0 and so open a context there, on every rank. The writer is the
-            # stager too, and blocks as the default one does.
+            # Nothing copied ahead: every tensor is on the host by then. The saving thread has no device set, so on
+            # every rank it would ask for a stream of GPU 0 and open a context there. The writer is also the stager, and
+            # blocks as the default one does.
             stager = writer(making, per_thread_copy_ahead=0)
             with self._saving(making):
                 future = dcp.async_save({"train": state}, storage_writer=stager, process_group=self._async_group)
@@ -405,7 +405,7 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self, making: str) -> Iterator[None]:
-        """Raise ordinary errors, with the room on the disk. When every rank has ended it, remove what was written."""
+        """Raise ordinary errors, with the room on the disk. Once every rank has ended, remove what was written."""
         try:
             with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
                 yield
@@ -418,7 +418,7 @@ class Checkpoints:
             raise
 
     def load_best_weights(self, state: TrainState) -> int:
-        """Load the weights of this trial's checkpoint with the least validation loss, and return its step.
+        """Load the weights of the checkpoint with the least validation loss, and return its step.
 
         Every rank calls it, at the end of training.
         """
@@ -430,7 +430,7 @@ class Checkpoints:
         return best.step
 
     def _on_first_rank(self, do: Callable[[], Any]) -> Any:
-        """Return the result that `do` has on rank 0 on every rank, or raise its error on every rank."""
+        """Return the result of `do` on rank 0, or raise its error, on every rank."""
         done = [together(do if self.ranks.is_first else lambda: None)]
         dist.broadcast_object_list(done, src=0)
         return done[0]

@@ -1,8 +1,8 @@
 """Where checkpoints are: files in a folder that all ranks see, or objects at an address, by the same rules.
 
 DCP's files are below `step_00000022.<unique>/`, which is never written to again. They are a checkpoint once
-`step_00000022.json` is there, which names them with their sizes: to replace a checkpoint, that file is replaced, and to
-remove one, it is removed first. Only DCP itself, while reading, notices bytes that changed in place.
+`step_00000022.json` exists, which names them with their sizes. Replacing this file replaces the checkpoint; to remove a
+checkpoint, this file is removed first. Only DCP itself, while it reads, notices bytes that changed in place.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def writer(making: str, **settings: Any) -> StorageWriter:
 
 
 class Place:
-    """The checkpoints in a folder or at an address, or only the one that it names. Rank 0 reads and changes them."""
+    """The checkpoints in a folder or at an address, or the one that a path names. Rank 0 reads and changes them."""
 
     def __init__(self, place: str) -> None:
         place = place.rstrip("/") if is_address(place) else str(Path(place).absolute())
@@ -105,7 +105,7 @@ class Place:
         return None, damaged
 
     def best(self) -> Saved:
-        """Return the whole checkpoint with the least validation loss; of equals the first.
+        """Return the whole checkpoint with the least validation loss; in a tie the first.
 
         Raises:
             CheckpointError: there is none: they were removed or damaged meanwhile.
@@ -120,7 +120,7 @@ class Place:
 
     def begin(self, step: int) -> str:
         """Return a place to write a checkpoint to; on a disk, remove unfinished ones that a kill left."""
-        if isinstance(self._files, _Disk):  # in storage, a rank of another attempt may still be at it
+        if isinstance(self._files, _Disk):  # in storage, a rank of another attempt may still write
             self._files.clear()
             self._drop_data(self._unnamed())
         return f"{self.root}/step_{step:08d}.{uuid.uuid4().hex[:12]}"
@@ -135,19 +135,19 @@ class Place:
         name = data.partition(".")[0]
         content = {**meta, "data": data, "files": self._sizes(data)}
         if isinstance(self._files, _Disk):
-            sync(Path(making))  # the names: DCP has synced the content of its files
+            sync(Path(making))  # only names: DCP has synced the content of its files
         self._files.write(f"{name}.json", json.dumps(content, indent=1).encode())
         self._drop_data(each for each in self._data() if each.startswith(f"{name}.") and each != data)
         return f"{self.root}/{name}"
 
     def room(self) -> str:
-        """Return what its disk still takes, in words; "" for storage. PyTorch's error does not say that it is full."""
+        """Return the free space of its disk, in words; "" for storage. PyTorch's error does not mention a full disk."""
         if not isinstance(self._files, _Disk):
             return ""
         return f"the disk of {self.root} has {shutil.disk_usage(self.root).free / 2**20:,.0f} MiB left"
 
     def discard(self, making: str) -> None:
-        """Remove what a failed save has written to a disk, which may be full."""
+        """Remove what a failed save has written to a disk."""
         with suppress(OSError):  # the error of the save is what counts
             if isinstance(self._files, _Disk):
                 self._drop_data([making.rpartition("/")[2]])
@@ -204,7 +204,7 @@ class _Disk:
 
     def clear(self) -> None:
         """Make the folder, and remove what was not renamed."""
-        self._folder.mkdir(exist_ok=True)  # not its parents: where the trial's folder was removed, it has failed
+        self._folder.mkdir(exist_ok=True)  # without parents: if the trial's folder was removed, the trial fails
         for stale in self._folder.glob(".step_*"):
             stale.unlink()
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a trial starts from: its own, or another run's, and what of the other counts here."""
+"""Checks of the checkpoint from which a trial starts: its own, or another run's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fsdp_lab.config.compare import CHECKPOINT, settings
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.model_state import CheckpointError
 
-_GROUPS = ("optimizer.groups=", "optimizer.decay=", "optimizer.embedding_lr=None")  # other groups have other states
-_DIVIDES = ("model.tp_plan", "model.block_classes=", "model.forward_methods=")  # and changes no weight
+_GROUPS = ("optimizer.groups=", "optimizer.decay=", "optimizer.embedding_lr=None")  # they change groups, and so states
+_DIVIDES = ("model.tp_plan", "model.block_classes=", "model.forward_methods=")  # they change no weight
 
 
 def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
@@ -44,7 +44,7 @@ def trial_identity(config: TrialConfig) -> dict[str, Any]:
 
 
 def check_same_trial(meta: dict[str, Any], source: str, config: TrialConfig, world_size: int) -> None:
-    """Refuse to resume in a folder in which another trial was trained, or a user's loader that others share now.
+    """Refuse a folder in which another trial was trained, or a user's loader with another number of workers.
 
     Raises:
         CheckpointError: with the settings that differ.

@@ -34,8 +34,7 @@ class TrainOrder(Sampler[Tensor]):
     """The indices of each microbatch of this rank, through one epoch.
 
     An epoch is a permutation of the training samples, cut into global batches; a rest at its end is dropped. Each
-    global batch is cut by microbatch first and rank second, so the samples of an optimizer step are the same for every
-    number of workers.
+    global batch is cut by microbatch first and rank second. So a step has the same samples with any number of workers.
 
     Raises:
         ConfigError: a global batch is larger than the split.
@@ -68,7 +67,7 @@ class TrainOrder(Sampler[Tensor]):
 
 
 def microbatch_size(training: TrainingConfig, dims: ParallelDims) -> int:
-    """Return the samples that one rank takes at once."""
+    """Return the number of samples in a microbatch of one rank."""
     return training.global_batch_size // dims.dp_degree // training.grad_accum_steps
 
 
@@ -151,7 +150,7 @@ class Loaders:
         return self.size
 
     def resume(self) -> list[str]:
-        """Return no note: the order depends on the step alone."""
+        """Return no note: the order depends only on the step."""
         return []
 
 

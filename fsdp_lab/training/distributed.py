@@ -47,10 +47,10 @@ def free_on_gpu() -> int:
 
 
 def setup_distributed(offload: OffloadConfig | None = None, timeout: timedelta = _TIMEOUT) -> DistributedContext:
-    """Join the process group that torchrun's variables describe, or the one that a launcher made already.
+    """Join the process group that torchrun's variables describe, or use the one that a launcher has made.
 
-    Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works. A group of one uses a
-    store in memory: PyTorch's TCP store would listen on every interface.
+    Without such variables the group has one process, so a plain `python -m fsdp_lab.training` works. Its store is in
+    memory: PyTorch's TCP store would listen on every interface.
 
     Args:
         offload: of the trial, which decides the backends; None: those of any trial.
@@ -72,7 +72,7 @@ def choose_gpu(index: int) -> None:
 
 
 def keep_threads() -> None:
-    """Give PyTorch the threads of `OMP_NUM_THREADS`, which Ray sets for a process that has imported it already."""
+    """Set PyTorch's threads to `OMP_NUM_THREADS`: Ray sets it after the process has imported PyTorch."""
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit() and int(threads) > 0:
         torch.set_num_threads(int(threads))
 
@@ -159,14 +159,14 @@ def own_node() -> str:
 
 
 def gather(value: T) -> list[T]:
-    """Return the values of all ranks in their order, on every rank: so all fail together with the same message."""
+    """Return the values of all ranks in their order, on every rank. So all can fail together with the same message."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def together(do: Callable[[], T]) -> T:
-    """Return this rank's result. If a rank fails, every rank raises the error of the first: none waits for it."""
+    """Return this rank's result. If a rank fails, every rank raises the first such error, so that none waits for it."""
     failed: Exception | None = None
     try:
         result = do()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsdp_lab.training.step_checks import StepChecks
 
-_EVERY = 10  # steps between two looks, each of which waits for the device
-_SKIPPED = 20  # steps in a row, after which a trial has diverged whose loss scaler skips such steps
+_EVERY = 10  # steps between two checks; a check waits for the device
+_SKIPPED = 20  # with a loss scaler, which skips such steps: as many in a row are a divergence
 
 
 class DivergedError(RuntimeError):
@@ -22,11 +22,11 @@ class DivergedError(RuntimeError):
 class LossCheck:
     """Raises on every rank once a step's loss is not finite; with loss scaling once 20 in a row, or all, are not.
 
-    Every ten steps the ranks exchange their losses since, with the mark of what each has done. Every rank calls each
+    Every ten steps the ranks exchange their last losses, and the mark of what each has done. Every rank calls each
     method at the same steps.
 
     Args:
-        step: the last step before the first one that is checked.
+        step: the step before the first that is checked.
         device: where losses are.
         scales: whether a loss scaler skips the steps whose loss is not finite.
         checks: has the mark, and explains what ranks have done differently.

@@ -20,7 +20,7 @@ from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.workloads.user.model import build_model_spec
 
 FORMAT = 1
-_DATA_FILE = "fsdp_lab.json"  # in the folder of a model with a format of its own
+_DATA_FILE = "fsdp_lab.json"  # in the folder of a model with its own format
 
 
 def export_model(
@@ -33,8 +33,8 @@ def export_model(
 ) -> None:
     """Gather the full weights to rank 0's CPU and write them; every rank calls it.
 
-    `model.pt` is a plain dictionary of tensors and plain values: `torch.load(path, weights_only=True)`. A model with
-    a format of its own becomes a folder `model` instead, which also names the data that it was trained on.
+    `model.pt` is a dictionary of tensors and plain values: `torch.load(path, weights_only=True)`. A model with its own
+    format becomes a folder `model` instead, which also names its training data.
 
     Args:
         step: the optimizer step of these weights; recorded in such a folder.
@@ -69,15 +69,15 @@ def load_exported(path: Path) -> nn.Module:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
-        # not torch's own advice, which is to trust the file
+        # in place of torch's message, which advises to trust the file
         raise UserError(f"{path} is not an exported model, which has only tensors and plain values.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} was not exported by this version, which reads format {FORMAT}.")
-    model = replace(ModelConfig.of_keys(content["model"], "model."), block_classes=None)  # which training alone needs
+    model = replace(ModelConfig.of_keys(content["model"], "model."), block_classes=None)  # only training needs them
     function = model.function()
     is_model = source_of(model) is not None or (isinstance(function, type) and issubclass(function, nn.Module))
     if not is_model or model.paths() != [model.target]:
-        # any other function that a file names is not called: it may be anybody's file
+        # no other function that a file names is called: the file may be from anybody
         raise UserError(
             f"{path} names model._target_={model.target}, which is not called, since it is no class of a module, or "
             f'calls others; build the model with its own code, and load torch.load("{path}", '

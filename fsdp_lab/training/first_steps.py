@@ -1,4 +1,4 @@
-"""Figures of a trial's first steps, over all ranks, which the plain loop (`plain.py`) has, too."""
+"""Figures of a trial's first steps, over all ranks, to compare with those of the plain loop (`plain.py`)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MeanLoss = Callable[[Iterable[Batch]], float | None]
 class FirstSteps:
     """Figures of the first three steps of a trial, or of its first epoch if that is shorter.
 
-    Each pass for them leaves the model, its buffers and the random generators as they were.
+    Passes for these figures leave the model, its buffers and the random generators as they were.
 
     Args:
         mean_loss: evaluates batches of this rank, and returns the mean loss over all ranks; None: no label counts. The
             state is in eval mode then.
-        resumed: the trial has other first weights than those of its constructor.
+        resumed: the trial does not start with its constructor's weights.
 
     Attributes:
         last: the number of these steps; negative: no figures are taken.
@@ -63,11 +63,11 @@ class FirstSteps:
         self._done = False
 
     def is_first(self, step: int) -> bool:
-        """Return whether figures are taken of the step after so many."""
+        """Return whether figures start with the next step, after so many steps."""
         return self.last > 0 and step == 0
 
     def is_cut(self, step: int) -> bool:
-        """Return whether an epoch that has ended after so many steps had fewer: of a loader, which may not tell."""
+        """Return whether an epoch ended after so many steps, too early for all figures: a loader may have no length."""
         return 0 < step < self.last and not self._done
 
     def begin(self, microbatches: list[Batch]) -> None:
@@ -76,7 +76,7 @@ class FirstSteps:
         if largest(sum(tensor.nbytes for tensor in parts)) <= _KEPT_BYTES:
             self._first_weights = [tensor.detach().to("cpu", copy=True) for tensor in parts]
         items_of = self._loaders.items_of
-        if self._parallel.config.task.metrics is None:  # which are made for the items of the validation split
+        if self._parallel.config.task.metrics is None:  # metrics are made for items of the validation split
             self._evaluate(EVAL_LOSS, [Marked(batch, torch.tensor(items_of(batch))) for batch in microbatches])
         start_clean(self._parallel.device)
 
@@ -122,10 +122,10 @@ class FirstSteps:
         with seeded(seed), self._checks.comparing():
             self._note(key, self._mean_loss(self._announced(batches)))
         put_back(self._model, before)
-        self._parallel.reshard()  # the root keeps its parameters, for a backward pass that does not come
+        self._parallel.reshard()  # the root has kept its parameters for a backward pass
         self._state.train()
 
     def _announced(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
             yield batch
-            self._checks.evaluated()  # a rank that uses fewer modules must not go on to the next collective
+            self._checks.evaluated()  # a rank that uses fewer modules must not reach the next collective

@@ -12,7 +12,7 @@ from fsdp_lab.config.axes.precision import FLOAT8_SINCE
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.training.blocks import BlockClasses
 
-_MULTIPLE = 16  # of both sizes of a weight: GPUs multiply no other sizes in float8
+_MULTIPLE = 16  # GPUs multiply in float8 only if both sizes of a weight are multiples of it
 
 
 def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.device, emulate: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How a trial divided its model among its ranks: plain values, enough to divide the same model in another script."""
+"""How a trial divided its model among its ranks, as plain values: another script can divide the model by them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class DividedLayers(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered and reduced together, of the part of a rank that shares its layers.
+    """The parameters that are gathered and reduced together. With tensor parallelism, of a rank's part of layers.
 
     Attributes:
         unit: the names of its modules; "": the root.
-        count: of equal ones, if they are one row.
-        module: the class of the first.
-        parameters: elements of all.
+        count: how many equal units a row of a table stands for.
+        module: the class of the first module.
+        parameters: the number of elements.
         stored: the type that they are stored in.
         sharded: bytes that a rank stores of them, with padding.
         dtype: the type that they are gathered in.
-        gathered: bytes of all in that type; 0: each rank has them whole.
+        gathered: bytes of all parameters in that type; 0: each rank has them whole.
         weights: the names of the largest parameters.
     """
 
@@ -62,7 +62,7 @@ class Layout:
     """The sharding units of a model and its blocks, by name.
 
     Attributes:
-        units: names of the modules that are units of their own, without the root; `*` stands for any number.
+        units: names of the modules that are units, without the root; `*` stands for any number.
         last: names of the modules that share the unit after the last block, in the same form.
         blocks: names of the modules that activation checkpointing recomputes and compile compiles, in the same form.
         find_unused: whether some parameters may get no gradient.
@@ -100,7 +100,7 @@ def matches(patterns: Sequence[str], name: str) -> bool:
 
 
 def shortened(names: Sequence[str], all_names: Collection[str]) -> list[str]:
-    """Return patterns that match these of all names and no others, with `*` for as many numbers as that allows."""
+    """Return patterns that match only these of all names, with `*` in place of as many numbers as possible."""
     for count in range(max((len(re.findall(r"\d+", name)) for name in names), default=0), 0, -1):
         patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name, count=count) for name in names))
         if {name for name in all_names if matches(patterns, name)} == set(names):

@@ -50,20 +50,21 @@ def train_step(
     norm_too: bool = False,
     watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Tensor, Tensor | None]:
-    """Take one step over the microbatches of this rank: of the optimizer, or as the user's step does.
+    """Take one step over the microbatches of this rank: the optimizer's, or the user's own.
 
     Args:
         state: changed in place.
         microbatches: of this rank, on any device.
-        passed: called after each `forward` pass, with its loss, and each `backward` pass, once for each loss with its
-            form, before ranks exchange what depends on it, and once with `gradients`, before these are used.
+        passed: called with `forward` and the loss after each forward pass, and with `backward` after each backward
+            pass. Once for each loss it is called with the form of the loss, before ranks exchange what depends on it.
+            Then it is called with `gradients`, before these are used.
         norm_too: compute the norm of the gradients, unless some are sparse.
         watched: the context in which an optimizer takes its step.
 
     Returns:
-        this rank's part of the loss, or of the sum of all losses that were minimised, whose mean over the ranks is that
-        of the global batch, and the norm of all gradients before clipping; None unless it is wanted or the trial
-        `has_norms`. Both are detached and on the device: no sync point.
+        this rank's part of the loss, or of the sum of all losses that were minimised; its mean over the ranks is the
+        loss of the global batch. And the norm of all gradients before clipping; None unless `norm_too` or `has_norms`.
+        Both are detached and on the device, so there is no sync point.
     """
     state.lr = state.rate
     descent = _Descent(state, microbatches, passed, norm_too, watched)
@@ -134,13 +135,13 @@ class _Descent:
         norm = update(state, optimizer, has_norm=has_norm, watched=self._watched)
         self.norms += [] if norm is None else [norm]
         scale = state.scaler.get_scale()  # a sync point: one a step
-        self.skipped |= scale < state.loss_scale  # a smaller one says that the step was skipped
+        self.skipped |= scale < state.loss_scale  # a smaller scale means that the step was skipped
         state.loss_scale = scale
         self.total = loss if self.total is None else self.total + loss
         return loss
 
     def end(self) -> None:
-        """Check that the other ranks have ended the step, too."""
+        """Check that all ranks have ended the step."""
         self._compare("ends the step")
 
     def _compare(self, does: str) -> None:
@@ -188,7 +189,7 @@ def _after_step(state: TrainState, call: Callable[[dict[str, nn.Module], int], o
         return
     path, looks = state.parallel.config.task.after_step, state.step < FIRST_STEPS
     parts = state.parallel.roots(state.model)
-    state.parallel.reshard()  # what it changes is gathered again
+    state.parallel.reshard()  # so that what it changes is gathered again
     try:
         with torch.no_grad(), reads_refused(f"task.after_step={path}") if looks else nullcontext():
             call({name or "model": unwrapped(part) for name, part in parts.items()}, state.step + 1)
@@ -209,9 +210,9 @@ def update(
     has_norm: bool,
     watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor | None:
-    """Let an optimizer use and free the gradients, unless one of any rank overflows; return their norm if asked."""
+    """Let an optimizer use and free the gradients, unless one overflows on any rank; return their norm if asked."""
     grad_norm, config = None, state.parallel.config
-    if has_norm or isinstance(state.scaler, ShardedGradScaler):  # which asks the other ranks for overflows here only
+    if has_norm or isinstance(state.scaler, ShardedGradScaler):  # it asks the other ranks for overflows only here
         state.scaler.unscale_(optimizer)
     if has_norm:
         grad_norm = state.parallel.clip(config.training.max_grad_norm)
@@ -238,7 +239,7 @@ def _accumulate(
             with parallel.forward():
                 outputs = task.forward(state.model, batch)
             loss = task.loss(outputs, batch)
-        del outputs  # the graph has what the backward pass needs of the logits
+        del outputs  # the graph keeps what the backward pass needs of the logits
         passed("forward", loss)
         if i == 0:
             passed(SUM_AND_COUNT if isinstance(loss, tuple) else MEAN)
@@ -253,13 +254,13 @@ def _accumulate(
 
 @dataclass(frozen=True)
 class Watch:
-    """Times the steps of a trial, profiles some, and reports the beginning of each.
+    """Times the steps of a trial, profiles some, and reports the start of each.
 
     Attributes:
         memory: profiles the first steps.
         trace: records the steps after these.
         slow: finds a rank that the others wait for.
-        checks: whether sharding goes unharmed.
+        checks: finds what sharding silently breaks.
         first: the figures of the first steps.
         on_step: called with the step's number, counted from 1.
     """
@@ -292,7 +293,7 @@ class Watch:
         if self.memory.tracks():
             with self.memory.track(state.parallel, state.optimizers.values(), tensors_of(microbatches)):
                 yield
-            self.timer.start()  # the tracked step is slow: not one of the timed
+            self.timer.start()  # the tracked step is slow, so it is not timed
         elif self.trace.records():
             with self.trace.step():
                 yield
@@ -440,7 +441,7 @@ def mean_metrics(state: TrainState, task: Task, loader: Iterable[Batch]) -> dict
             own[0] += whole(total)
             own[1] += count
         del outputs
-    # a user's metrics may name what a batch has, so that ranks have others, or in another order
+    # a user's metrics may depend on the batch, so that ranks have others, or in another order
     names = sorted({name for names in gather([*totals]) for name in names})
     sums = torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])
     reduced = parallel.dims.sum(sums).tolist()
@@ -450,7 +451,7 @@ def mean_metrics(state: TrainState, task: Task, loader: Iterable[Batch]) -> dict
 def _seed(config: TrialConfig, step: int, dims: ParallelDims) -> None:
     """Seed all generators by seed, step and part of the batch.
 
-    A resumed run then draws the same dropout as an uninterrupted one, and only ranks that share samples draw the same.
+    A resumed run then draws the same dropout as an uninterrupted one. Only ranks that share samples draw the same.
     """
     seed_all(zlib.crc32(f"{config.training.seed}/{step}/{dims.dp_rank}".encode()))
 

@@ -30,10 +30,10 @@ from fsdp_lab.storage.files import write_json
 from fsdp_lab.training.distributed import DistributedContext, gather
 from fsdp_lab.training.parallel.base import Parallel
 
-# Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
-# for a trial that dies of memory at once.
+# Of this process. The first step has no optimizer state yet. Its profile is for a trial that runs out of memory at
+# once; the second step's replaces it.
 TRACKED_STEPS = 2
-_MOST_NAMED_RANKS = 8  # that have metrics of their own; beyond it, charts and tables are unreadable
+_MOST_NAMED_RANKS = 8  # ranks with their own metrics; with more, charts and tables are unreadable
 _TOTALS = ("peak_bytes", "active_bytes", "reserved_bytes", "host_peak_bytes")
 SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump takes minutes
 
@@ -42,7 +42,7 @@ SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump
 def record_compiled_step(
     parallel: Parallel, optimizers: Iterable[torch.optim.Optimizer], batch: Sequence[Tensor]
 ) -> Iterator[AllocatorRecorder]:
-    """Follow the step inside, whose blocks are compiled, by what the allocators report; see `record_step`."""
+    """Follow the step inside, with compiled blocks, by what the allocators report; see `record_step`."""
     with record_step(parallel, optimizers, batch) as before:
         pass
     recorder = AllocatorRecorder(before.profile, parallel.device)
@@ -55,11 +55,11 @@ def record_compiled_step(
 class MemoryProfiler:
     """Profiles the first steps of a run. `figures` has the bytes per rank and of the fullest rank.
 
-    On CUDA the peaks are the allocator's, over the steps that are not followed if there are any; the tracker explains
-    them. Evaluations and checkpoints count in `reserved_bytes` only: the allocator keeps what they took.
+    On CUDA the peaks are the allocator's, if possible over steps that are not followed; the tracker explains them.
+    Evaluations and checkpoints count in `reserved_bytes` only: the allocator keeps what they took.
 
     - `peak_bytes` are the bytes that tensors requested, which a forecast predicts.
-    - `active_bytes` are the blocks they lie in.
+    - `active_bytes` are the allocator's blocks for these tensors.
     - `reserved_bytes` are what the process took from the device: these run out.
     - `workspace_bytes` are cuBLAS's workspaces, which are also part of the last two.
 
@@ -77,10 +77,10 @@ class MemoryProfiler:
         self._profile: Profile | None = None
         self._figures: dict[str, float] | None = None
         self._cuda = ranks.device.type == "cuda"
-        self._measured: dict[str, float] = {}  # by the allocator; again only after a step, which takes workspaces anew
+        self._measured: dict[str, float] = {}  # by the allocator; read again only after a step
         self._of_steps: dict[str, float] = {}  # the largest of steps that were not followed
         self._steps_since = 0
-        self.failed_at = ""  # where an operator of a step that was followed failed, in words
+        self.failed_at = ""  # where an operator of a followed step failed, in words
         if self.detail is not Detail.off:
             start_clean(ranks.device)
 
@@ -94,7 +94,7 @@ class MemoryProfiler:
     ) -> Iterator[None]:
         """Follow one step on this rank, and write its profile however the step ends."""
         self._tracked += 1
-        self._figures = None  # those of an epoch that ended before this step lack the optimizer's state
+        self._figures = None  # figures from before this step lack the optimizer's state
         history = self._cuda and self.detail is Detail.timeline
         if history:
             start_allocator_history(SNAPSHOT_ENTRIES)
@@ -120,18 +120,18 @@ class MemoryProfiler:
                 if history:
                     stop_allocator_history()
         if self._cuda and not self.tracks():
-            # Following may hold more than training does, and so does compiling.
+            # Following a step may hold more than training does, and so may compiling.
             self._measured = allocator_figures(self.ranks.device)
             start_clean(self.ranks.device)
 
     def epoch_begins(self) -> None:
-        """Let the peaks of an evaluation and a checkpoint pass, when `figures` has those of the steps before."""
+        """Drop the peaks of an evaluation and a checkpoint, once `figures` has those of the steps before."""
         if self._cuda and self._measured and not self._steps_since:
             torch.cuda.reset_peak_memory_stats(self.ranks.device)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave what is done inside, between two steps, out of their peaks."""
+        """Exclude what is done inside, between two steps, from the peaks of steps."""
         if not self._cuda or self._profile is None:
             yield
             return
@@ -211,7 +211,7 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
 
 
 def main_settings(config: TrialConfig, model: str) -> dict[str, str]:
-    """Return the settings that the reader of a page needs, in words; `model` in a few words."""
+    """Return the settings that a reader of the page needs, in words; `model`: in a few words."""
     training = config.training
     return {
         "model": model,

@@ -1,4 +1,4 @@
-"""A model's state as checkpoints hold it: sharded parameters, buffers of any size, and what modules keep besides.
+"""A model's state as checkpoints hold it: sharded parameters, buffers of any size, and extra state.
 
 A buffer may have grown, or been made, since the model was built. Extra state, which a module's `get_extra_state`
 returns, may be any object.
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.base import original_name, unwrapped
 
-_BELOW = "train.model."  # so begin the names of a model's state in a checkpoint
+_BELOW = "train.model."  # the prefix of a model's state in a checkpoint
 _SHOWN = 3  # differences in a message
 
 
@@ -32,7 +32,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return what DCP saves of a model. Extra state is bytes: of a dictionary DCP would load only the keys of now."""
+    """Return what DCP saves of a model. Extra state is bytes: of a dictionary DCP would load only the current keys."""
     return {
         name: _pack(value) if is_extra_state(name) else value for name, value in get_model_state_dict(model).items()
     }
@@ -65,8 +65,8 @@ def _unpack(content: bytes) -> Any:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return each module by its name in a saved state, which has no name for wrappers."""
-    named = unwrapped(model).named_modules(remove_duplicate=False)  # a wrapper comes before the module in it
+    """Return each module by its name in a saved state, in which wrappers have no name."""
+    named = unwrapped(model).named_modules(remove_duplicate=False)  # a wrapper comes before its module
     return {original_name(name): module for name, module in named}
 
 
@@ -103,14 +103,14 @@ class AsSaved(dcp.DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def _fit_optimizer(self, state: dict[str, Any], metadata: Metadata) -> None:
-        """Make a place for what was saved, which later steps may have made, and none for what was not."""
+        """Make the optimizer state that was saved, which later steps may have made, and drop what was not saved."""
         trained = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
         made, states = state["optimizer"]["state"], dict[str, dict[str, Any]]()
         for saved_as, (_, part, *path) in (metadata.planner_data or {}).items():
             if (part, *path[:1]) != ("optimizer", "state"):
                 continue
             _, name, *keys, last = path
-            if not all(isinstance(key, str) for key in (*keys, last)):  # of a list: it stays as this trial's is
+            if not all(isinstance(key, str) for key in (*keys, last)):  # of a list: this trial's stays
                 first = next(key for key in (*keys, last) if isinstance(key, str))
                 if first not in made.get(name, {}):
                     raise CheckpointError(_unknown(self.source, saved_as, "a list"))

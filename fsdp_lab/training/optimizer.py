@@ -24,7 +24,7 @@ from fsdp_lab.workloads.base import original_name, unwrapped
 
 
 def build_optimizers(parallel: Parallel, groups: Groups | None = None) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers of the parameters that ranks train: one, or with `task.step` the user's, or one a part.
+    """Return the optimizers of the parameters that ranks train: one; with `task.step` the user's, or one for each part.
 
     Args:
         groups: see `build_optimizer`.
@@ -62,7 +62,7 @@ def build_optimizer(parallel: Parallel, groups: Groups | None = None) -> torch.o
     if optimizer.target is not None:
         made = build_own(parallel, optimizer.target, named, groups, lr)
         is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
-        if is_fused and config.precision.loss_scaling and parallel.asks_all_for:  # whose overflow has another shape
+        if is_fused and config.precision.loss_scaling and parallel.asks_all_for:  # its overflow has another shape
             raise UserError(
                 f"optimizer._target_={optimizer.target} is fused, with precision.loss_scaling=true and "
                 f"{parallel.asks_all_for}: fused optimizers do not work with PyTorch's loss scaler for these; use "
@@ -99,7 +99,7 @@ def build_lr_schedule(
 
     Args:
         total_steps: of all epochs; None: not known, and rates do not matter, as in a forecast.
-        max_steps: after which the trial ends, which schedules of ours ignore: a resume may set another.
+        max_steps: after which the trial ends. Our schedules ignore it, because a resume may set another.
 
     Raises:
         UserError: the user's callable fails, or returns no schedule that steps without a metric.

@@ -1,4 +1,4 @@
-"""The user's own optimizer: made for sharded parameters, with the groups that it has for whole ones."""
+"""The user's own optimizer, made for sharded parameters, with the same groups as for whole ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import original_name, unwrapped
 from fsdp_lab.workloads.construct import seeded
 
-Settings = dict[str, dict[str, str]]  # of each parameter: those of its group, in words
+Settings = dict[str, dict[str, str]]  # of each parameter: the settings of its group, in words
 _NO_GROUP = {"group": "none"}
 
 
@@ -47,7 +47,7 @@ def build_own(
     given = given_to(function)
     foreach = (parameters(function) or {}).get("foreach")
     if foreach is not None and foreach.default is None and not arguments.keys() & {"foreach", "fused"}:
-        # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
+        # PyTorch's choice on a GPU; a forecast runs on a CPU, where the choice is another
         arguments["foreach"] = not parallel.is_sharded
     try:
         with seeded(config.training.seed), reads_refused(f"the constructor of optimizer._target_={target}"):
@@ -122,7 +122,7 @@ def unsharded_settings(model: nn.Module, parallel: Parallel, groups: Groups) -> 
         return _settings(users_optimizers(model, parallel), model.named_parameters())
     if target is None or not parallel.is_sharded:
         return {}
-    with suppress(Exception), FakeTensorMode():  # whatever a class raises; with real parameters it is reported
+    with suppress(Exception), FakeTensorMode():  # errors of a class are reported with real parameters
         made = {name: _fake(p, parallel.home) for name, p in model.named_parameters() if p.requires_grad}
         own = build_own(parallel, target, made.items(), groups, learning_rate(parallel))
         return _settings({"model": own}, made.items())
@@ -147,7 +147,7 @@ def _settings(optimizers: Mapping[str, torch.optim.Optimizer], named: Iterable[t
 
 
 def _in_words(value: Any) -> str:
-    """Return a plain value, and of an object its class: two calls of a constructor make two objects."""
+    """Return a plain value as it is, but of an object its class: two calls of a constructor make two objects."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_in_words, value))}]"
     kind = Tensor if isinstance(value, Tensor) else type(value)  # fake ones have a class of their own

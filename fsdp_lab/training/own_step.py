@@ -1,7 +1,7 @@
-"""What the step of the user's own optimizer computes of the part of a tensor that a rank has, in silence.
+"""Find a user's optimizer that silently computes with a rank's part of a tensor in place of the whole.
 
-An operation on a `DTensor` is of the whole tensor. A number that is read from one is that of the rank's own part, and
-FSDP1's parameters are such parts.
+An operation on a `DTensor` is of the whole tensor. But a number that is read from one is of the rank's own part, and
+FSDP1's parameters are plain parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reads_refused(of: str) -> Iterator[Reads]:
     """Watch code of the user's optimizer inside.
 
     Args:
-        of: the part of the optimizer, for the message.
+        of: which code it is, for the message.
 
     Raises:
         UserError: it reads a number of a rank's own part.
@@ -51,7 +51,7 @@ def reads_refused(of: str) -> Iterator[Reads]:
 
 @contextmanager
 def optimizer_explained(config: TrialConfig) -> Iterator[None]:
-    """Explain an error of the step of the user's optimizer that comes from sharded parameters.
+    """Explain an error that a step of the user's optimizer raises because of sharded parameters.
 
     Raises:
         UserError: PyTorch has no rule for an operation on a `DTensor`, or one meets a plain tensor.
@@ -96,14 +96,14 @@ class OwnStep:
         """Watch the step inside; every rank calls it.
 
         Raises:
-            UserError: ranks have other numbers, or such of their own parts.
+            UserError: ranks have different numbers, or numbers of their own parts.
         """
         with reads_refused(self._where) as reads:
             yield
         self._check("" if reads.exchanges or self._parallel.flat_parts == 1 else reads.reduced)
 
     def _check(self, reduced: str) -> None:
-        with without_modes(), not_reported():  # no part of the step that may be recorded
+        with without_modes(), not_reported():  # not part of a step that is recorded
             ranks = gather((reduced, dict(self._numbers())))
         for does in (does for does, _ in ranks if does):
             raise UserError(

@@ -1,8 +1,8 @@
 """The first three steps of a trial as a tutorial writes them: one process, and nothing of ours but the configuration.
 
-The user's constructor runs once after the seed; its model, the data set and the loss are used as they are, in float32
-or, of a trial that stores its model in 16 bits, after `model.to(torch.bfloat16)`.
-Each step has the trial's samples in the parts that ranks and microbatches make of them: batch norm sees the same rows.
+The user's constructor runs once after the seed. Its model, the data set and the loss are used as they are, in float32.
+If the trial stores its model in 16 bits, `model.to(torch.bfloat16)` comes first. Each step has the trial's samples,
+divided as among its ranks and microbatches, so that batch norm sees the same rows.
 
     python -m fsdp_lab.training.plain IN.json OUT.json
 
@@ -68,7 +68,7 @@ def run(config: TrialConfig, parts: int, limit_s: float = math.inf, free_bytes: 
         if result["noise"][metrics.EVAL_LOSS] > 1e-6 * abs(figures[metrics.EVAL_LOSS]):  # before any gradient
             raise Stopped("its forward pass depends on earlier ones")
     except Late as late:
-        missing = "" if result["figures"] else str(late)  # figures are compared without what rounding changes
+        missing = "" if result["figures"] else str(late)  # without the noise, figures are still compared
     except Stopped as stopped:
         missing = str(stopped)
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
@@ -86,7 +86,7 @@ def train(
         scale: losses are divided by it before a backward pass, and gradients multiplied after it.
     """
     start, modes = state_of(model), [(module, module.training) for module in model.modules()]
-    states = [state_of(model) for _ in range(batches.parts)]  # each rank has its own buffers
+    states = [state_of(model) for _ in range(batches.parts)]  # a copy for each rank, which has its own buffers
     first_weights = [p.detach().to("cpu", copy=True) for p in model.parameters()]
     optimizers = build_optimizers(config, model, batches.parts)
     set_mode(optimizers, "train")
@@ -127,7 +127,7 @@ def train(
 
 
 class Run:
-    """A step: what `task.step` gets, and else one call of `minimize`.
+    """A step: the argument of `task.step`; without one, `minimize` is called once.
 
     Attributes:
         step: its number, from 1.
@@ -165,7 +165,7 @@ def backward(
     """Compute the gradients of a loss; return it, and whether a forward pass drew random numbers."""
     if config.task.step is None:
         model.train()
-    divisor = scale * count_of(config, batch) / len(batch)  # a rank's gradients are those of its own mean, as in DDP
+    divisor = scale * count_of(config, batch) / len(batch)  # gradients are of a rank's own mean, as in DDP
     loss, count, draws = 0.0, 0.0, False
     for rank, microbatches in enumerate(batch):
         put_back(model, states[rank])

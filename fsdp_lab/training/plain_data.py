@@ -91,7 +91,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, Mapping):
-        made = copy.copy(batch)  # some move themselves
+        made = copy.copy(batch)  # some objects move in place
         other = made.to(device)
         return made if other is None else other
     if isinstance(batch, Mapping):
@@ -103,8 +103,8 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple):
         parts = [moved(value, device) for value in batch]
         try:
-            made = tuple.__new__(type(batch), parts)  # whose own `__new__` may take something else
-        except TypeError:  # of a class in C
+            made = tuple.__new__(type(batch), parts)  # the class's `__new__` may have other arguments
+        except TypeError:  # of a class in C only its own works
             return type(batch)(parts)
         if hasattr(batch, "__dict__"):
             vars(made).update(vars(batch))

@@ -23,7 +23,7 @@ class Late(Stopped):
 
 
 class Deadline:
-    """The end of so many seconds from now on."""
+    """The time so many seconds from now."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._end = limit_s, time.monotonic() + limit_s

@@ -1,4 +1,4 @@
-"""The losses of the tasks, written once more: for `plain.py`."""
+"""The losses of the tasks, written a second time: for `plain.py`."""
 
 from __future__ import annotations
 

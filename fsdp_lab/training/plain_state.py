@@ -20,7 +20,7 @@ State = tuple[dict[str, Tensor], list[tuple[nn.Module, dict[str, Any]]], list[tu
 
 def state_of(model: nn.Module) -> State:
     """Return copies of the buffers by name, of each module's numbers and flags, and of its own generators' states."""
-    wrappers = (FullyShardedDataParallel, DistributedDataParallel)  # which count for themselves
+    wrappers = (FullyShardedDataParallel, DistributedDataParallel)  # their own numbers are left out
     modules = [module for module in model.modules() if not isinstance(module, wrappers)]
     numbers = [(module, _numbers(module)) for module in modules]
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}

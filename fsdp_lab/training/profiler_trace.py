@@ -20,7 +20,7 @@ FILE = "trace_rank0.json.gz"  # for chrome://tracing and Perfetto
 
 
 class ProfilerTrace:
-    """Records the first steps that are not followed for memory. They are slow, so no rank times them.
+    """Records the first steps after those that are followed for memory. They are slow, so no rank times them.
 
     Args:
         ranks: this process; rank 0 records.
@@ -61,7 +61,7 @@ class ProfilerTrace:
     def _write(self, recorded: profile) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder, whole(self._file, parents=False) as making:
-                packed = Path(folder, FILE)  # PyTorch packs what ends so
+                packed = Path(folder, FILE)  # PyTorch packs files with this suffix
                 recorded.export_chrome_trace(str(packed))
                 shutil.copyfile(packed, making)
         except (OSError, RuntimeError) as error:  # a full disk ends a trial where it loses results, not here

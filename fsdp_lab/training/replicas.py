@@ -1,4 +1,4 @@
-"""Replicas start with the same parameters and get the same gradients; what else writes to one may make them differ."""
+"""Replicas start with the same parameters and get the same gradients. Any other write may make them differ."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ROUNDING = 1e-4  # of a norm in float32: a thousand roundings
 
 @torch.no_grad()
 def check_replicas(named: Iterable[tuple[str, nn.Parameter]], replicas: int, device: torch.device, where: str) -> None:
-    """Compare the norms of parameters between replicas, or of each shard; every rank calls it.
+    """Compare the norms of parameters, or of their shards, between replicas; every rank calls it.
 
     Args:
         named: the parameters.
         replicas: their number. A replica has ranks with consecutive numbers.
         device: of collectives.
-        where: begins the message.
+        where: the start of the message.
 
     Raises:
         UserError: a norm differs by more than rounding. The same on all ranks.

@@ -36,7 +36,7 @@ def train_on_ranks(config: TrialConfig, num_workers: int) -> Metrics:
 
 def _train(rank: int, config: TrialConfig, num_workers: int, folder: str) -> None:
     """Train on one rank. Ranks meet at a file: a port that was free may be taken a moment later."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # PyTorch sends it when the parent ends, which ignores it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # PyTorch sends it when the parent ends; the parent ignores it
     os.environ["LOCAL_RANK"] = str(rank)
     if cuda := torch.cuda.is_available():
         torch.cuda.set_device(rank)

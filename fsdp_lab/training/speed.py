@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from fsdp_lab.training.parallel.base import Parallel
 
 
-# Dense matrix peaks in FLOP/s by the device's whole name. `conf/device` owns those of its GPUs; a GPU machine may have
-# no YAML reader, so they are here again, and a test compares the two. The others are from NVIDIA's data sheets. Other
-# variants of a chip have other peaks: what is not here has no MFU. float32 is without TF32, which has its own.
+# Dense matrix peaks in FLOP/s by the device's whole name. Those of `conf/device` are copied here, because a GPU machine
+# may have no YAML reader; a test compares the two. The others are from NVIDIA's data sheets. Variants of a chip have
+# other peaks, so a device that is not here has no MFU. float32 is without TF32, which has its own.
 def _peaks(half: float, tf32: float | None, single: float) -> dict[str, float]:
     return {"bfloat16": half, "float16": half, **({"tfloat32": tf32} if tf32 else {}), "float32": single}
 
@@ -56,7 +56,7 @@ PEAK_FLOPS = {
 class StepTimer:
     """The seconds of each optimizer step, including loading, without a sync point inside the epoch.
 
-    On CUDA events are recorded and read at the end of the epoch; on a CPU the clock is read.
+    On CUDA, events are recorded, and read at the end of the epoch. On a CPU the clock is read.
 
     Args:
         warmup_steps: steps at the start of the run that are not timed.
@@ -82,12 +82,12 @@ class StepTimer:
         self._counts: list[tuple[int, int]] = []
 
     def start(self) -> None:
-        """Begin a chain of steps; time between two chains is not counted."""
+        """Start a chain of steps; time between two chains is not counted."""
         self._chains.append([self._mark()])
         self.waiting_s = 0.0
 
     def warm_up(self) -> None:
-        """Count the step that ends as one of the warm-up, and begin a chain."""
+        """Count the step that ends as one of the warm-up, and start a chain."""
         self.left_out = max(0, self.left_out - 1)
         self.start()
 
@@ -181,8 +181,8 @@ class Timed:
 def variance_of_sum(times: Sequence[float]) -> float:
     """Return the variance of the sum of consecutive, correlated step times; 0 for a single one.
 
-    By non-overlapping batch means with batches of the square root of the number of steps (Flegal and Jones, "Batch
-    means and spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010). Two or three
+    By non-overlapping batch means: of n steps, a batch has the square root of n (Flegal and Jones, "Batch means and
+    spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010). Two or three
     steps count as independent. Changes between runs, or slower than a batch, are not included.
     """
     if len(times) < 2:
@@ -193,7 +193,7 @@ def variance_of_sum(times: Sequence[float]) -> float:
 
 
 def watch_cores() -> Window | None:
-    """Start to watch the CPU use of other processes on this node; None without psutil, no dependency of PyTorch."""
+    """Start to watch the CPU use of other processes on this node; None if psutil is not installed."""
     try:
         from fsdp_lab.machine.cpu_contention import Window, launchers
     except ImportError:
@@ -206,7 +206,7 @@ class RunSpeed:
 
     Args:
         flops_per_sample: None: not known.
-        tokens_per_sample: None: samples are counted, or they have others each.
+        tokens_per_sample: None: samples are counted, or each has another number.
         before: what an earlier start has timed.
     """
 
@@ -257,8 +257,8 @@ def speed_metrics(
 ) -> Metrics:
     """Return `perf/*` after one epoch; empty if every step of it was warm-up.
 
-    All ranks step together, so this rank's times are the job's. Speeds, and the share of waiting in them, are of all
-    timed steps of the run so far, percentiles of this epoch's.
+    All ranks step together, so this rank's times are the job's. Speeds, and the share of waiting in them, are over all
+    timed steps of the run so far; percentiles are over this epoch's.
 
     Args:
         times: of the epoch's steps, in seconds.

@@ -11,11 +11,11 @@ from fsdp_lab.workloads.base import Batch, Loss, Task
 
 
 class StepLoss:
-    """Weighs the loss of each microbatch of a step, and adds them up. Every rank calls each method as often.
+    """Weighs the loss of each microbatch of a step, and adds them up. Every rank makes the same calls.
 
     Microbatches weigh the same, or by the labels in them that count:
 
-    - A task may know these from the batch, by `num_labels`. Ranks add them up before the first forward pass.
+    - A task may know the labels of a batch, by `num_labels`. Ranks add them up before the first forward pass.
     - A loss `(sum, count)` has them after the forward pass. Until the last one, sums are divided by a number that all
       ranks share: the labels in the first microbatch of all ranks, times the number of microbatches. With one
       microbatch that is the right number; with several, `finish` multiplies the gradients once by what is left.
@@ -41,7 +41,7 @@ class StepLoss:
         self._divisor: Tensor | None = None  # of sums, until `finish`
 
     def part(self, loss: Loss, i: int) -> Tensor:
-        """Return the part of microbatch `i` in the loss of the step: the mean over ranks of their sum is that loss.
+        """Return the part of microbatch `i` in the loss of the step: the mean over ranks of the summed parts.
 
         Args:
             loss: the mean of the microbatch, or its sum and the number of its labels that count.

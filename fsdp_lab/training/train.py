@@ -58,14 +58,14 @@ class Reporter(Protocol):
     def facts(self, facts: dict[str, Any]) -> None:
         """Report what is known before the first step: device, data digest, number of parameters, notes.
 
-        Reported again, whole, if the first epoch has shown more.
+        Called again, with all facts, if the first epoch has shown more.
         """
 
     def phase(self, name: str) -> None:
-        """Report the beginning of work other than a step that may get stuck, such as `building the model`."""
+        """Report the start of other work that may get stuck, such as `building the model`."""
 
     def step(self, step: int) -> None:
-        """Report the beginning of an optimizer step, counted from 1."""
+        """Report the start of an optimizer step, counted from 1."""
 
     def epoch(self, metrics: Metrics) -> None:
         """Report the metrics of a finished epoch, including `epoch` and `step`.
@@ -104,7 +104,7 @@ def train(
 
 @contextmanager
 def float32_products(precision: PrecisionConfig, device: torch.device) -> Iterator[None]:
-    """Multiply float32 matrices in TF32 inside, if the trial does: a setting of the process, which is restored."""
+    """Multiply float32 matrices in TF32 inside, if the trial asks for it. The process's setting is restored."""
     if not precision.tf32 or device.type != "cuda":
         yield
         return
@@ -206,7 +206,7 @@ def _train(
         if in_tokens:
             metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))
         metrics.update(epoch=state.epoch + 1, step=state.step)
-        if loaders.is_over(state.epoch_step):  # else max_steps cut it short: a resume takes the rest
+        if loaders.is_over(state.epoch_step):  # else max_steps cut it short, and a resume trains the rest
             state.epoch, state.epoch_step, state.so_far = state.epoch + 1, 0, {}
         reporter.epoch(_keep(metrics, state, config, checkpoints))
 
@@ -218,7 +218,7 @@ def _train(
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
-    """Return a copy without values; None: the model holds what cannot be copied, so the constructor is called again."""
+    """Return a copy without values; None: it cannot be copied, so the constructor is called again."""
     with suppress(Exception):  # whatever an object raises that is copied
         return copy_on_meta(model).to("meta")
     return None
@@ -228,7 +228,7 @@ def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints:
     """Save a checkpoint if one is due, and return the metrics with its cost."""
     through = config.training.is_through(state.epoch, state.step)
     is_best = metrics["val/loss"] < min((before["val/loss"] for before in state.history), default=math.inf)
-    to_export = config.checkpoint.export_best and is_best  # whatever the epoch
+    to_export = config.checkpoint.export_best and is_best  # in any epoch
     if not (through or to_export) and state.epoch % config.checkpoint.every_epochs:
         state.remember(metrics)
         return metrics

@@ -2,8 +2,8 @@
 
 `init=plain`: every rank calls the constructor, and what it made is sharded. `init=rank0`: rank 0 calls it and sends the
 values; the other ranks have a model without values. `init=meta`: no rank has the whole model; each module draws its
-shards by its own `reset_parameters` or `init_weights`, other numbers than the constructor. Pretrained weights are read
-by each rank into its shards.
+shards by its own `reset_parameters` or `init_weights`, and gets other numbers than from the constructor. Each rank
+reads its shards of pretrained weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FirstModel:
 
     Attributes:
         model: its parameters are on `meta` where another source has their values.
-        init: as it was taken; None: the values are loaded.
+        init: the one that was used; None: the values are loaded.
         load: puts values into this rank's part; None: nothing is loaded.
         whole: with `init=rank0`, the parameters on rank 0; empty on others.
         notes: why `init` is not the one that was asked for.
@@ -55,7 +55,7 @@ class FirstModel:
 def build_model(spec: ModelSpec, config: TrialConfig) -> FirstModel:
     """Call the constructor once. Every rank calls this.
 
-    With `init=plain` the models of a node's ranks may take half of its free memory; larger ones take `init=rank0`.
+    With `init=plain` the models of a node's ranks may use half of its free memory; larger ones use `init=rank0`.
 
     Raises:
         UserError: the constructor fails.
@@ -82,7 +82,7 @@ def build_model(spec: ModelSpec, config: TrialConfig) -> FirstModel:
         ]
     if dist.get_rank() == 0:
         model = together(lambda: construct(spec.build, seed))
-        # not its state, which may have a part; detached, because parameters get other values in place
+        # not its state, which may lack a part; detached, because parameters change in place
         state = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
         return FirstModel(model, Init.rank0, whole=state, notes=notes)
     return FirstModel(together(sketch), Init.rank0, notes=notes)
@@ -125,7 +125,7 @@ def fill(model: nn.Module, first: FirstModel, parallel: Parallel) -> None:
     replace_tensors(model, lambda old: torch.empty_like(old, device=home) if _is_parameter(old) else old.to(home))
     if first.init is Init.meta:
         together(lambda: _initialise(model, parallel))
-        if parallel.config.precision.is_narrow:  # modules may have made new buffers
+        if parallel.config.precision.is_narrow:  # modules may have made buffers in float32
             store_in(parallel.config.precision.storage_dtype, model)
     elif first.init is Init.rank0:
         options = StateDictOptions(

@@ -35,9 +35,9 @@ _NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Ha
 
 
 class Parallel:
-    """A model that all ranks train, in one of the ways to do so. Nobody asks which one it is.
+    """A model that all ranks train, in one of the ways to do so. Callers do not ask which one it is.
 
-    `divide` comes before the model has its weights and `wrap` after, both before the optimizer is made.
+    `divide` is called before the model has its weights, `wrap` after; both before the optimizer is made.
 
     Args:
         config: of the trial.
@@ -46,14 +46,14 @@ class Parallel:
     """
 
     is_sharded: ClassVar[bool] = False  # ranks have parts of parameters
-    fills_on_host: ClassVar[bool] = False  # the whole model gets its weights on the host, from where `wrap` takes it
-    flat_parts: int = 1  # ranks over which the elements of a parameter are spread that is no DTensor
-    # Of an own optimizer: what may make it fail, why it groups otherwise, and the setting with which it does not.
+    fills_on_host: ClassVar[bool] = False  # the whole model gets its weights on the host; `wrap` moves it
+    flat_parts: int = 1  # ranks that share the elements of a parameter that is no DTensor
+    # For messages about a user's optimizer: why it may fail, why its groups may differ, and the setting that avoids it.
     gives_optimizer: ClassVar[str] = ""
     changes_shapes: ClassVar[str] = ""
     keeps_shapes: ClassVar[str] = "sharding=ddp"
-    # The setting for which a loss scaler asks all ranks for overflows. A rank sees those of its own part, and PyTorch's
-    # plain scaler asks at most the ranks that share the first parameter.
+    # The setting with which a loss scaler asks all ranks for overflows. A rank sees only those of its own part.
+    # PyTorch's plain scaler asks at most the ranks that share the first parameter.
     asks_all_for: str = ""
     model: nn.Module  # as ranks train it; since `wrap`
     units: list[Unit]  # since `divide`
@@ -88,7 +88,7 @@ class Parallel:
         """Check what a constructor has made, before it is divided.
 
         Raises:
-            ModelError: a parameter or buffer has no size yet, or is divided already; or something holds on to a
+            ModelError: a parameter or buffer has no size yet, or is divided already; or something else holds a
                 parameter that sharding replaces.
         """
         for module in model.modules():
@@ -106,7 +106,7 @@ class Parallel:
                     )
 
     def divide_layers(self, model: nn.Module, in_tokens: bool) -> DividedLayers | None:
-        """Divide the layers of a model among neighbouring ranks, in place, and return how; None: they stay whole.
+        """Divide the layers of a model among neighbouring ranks, in place; return how, or None if they stay whole.
 
         Args:
             in_tokens: whether the task's loss is our cross entropy of tokens.
@@ -117,7 +117,7 @@ class Parallel:
         return None
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module], last: Sequence[nn.Module]) -> None:
-        """Check a model without weights, and shard it in place where that comes before they are loaded.
+        """Check a model without weights, and shard it in place, unless `wrap` shards it.
 
         Args:
             units: as `sharding_units` returns them.
@@ -174,7 +174,7 @@ class Parallel:
                 )
 
     def place(self, model: nn.Module) -> None:
-        """Move a divided model with its weights to where `fills` says."""
+        """Move a divided model with its weights to the device of `fills`."""
         model.to(self.fills[0])
 
     @property
@@ -194,7 +194,7 @@ class Parallel:
         return 0
 
     def wrap(self, model: nn.Module, find_unused: bool) -> None:
-        """Take a divided model with its weights as the one to train.
+        """Make a divided model with its weights the one to train.
 
         Args:
             find_unused: whether some parameters get no gradient.
@@ -205,13 +205,13 @@ class Parallel:
         """Let a forecast see how gradients are reduced, where PyTorch does so in C++."""
 
     def divided_loss(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass, its loss and its backward pass, whose logits may be divided."""
+        """Return the context of a forward pass, loss and backward pass, in which logits may be divided."""
         return nullcontext()
 
     def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of a microbatch's forward pass and loss, whose backward pass follows.
+        """Return the context of a microbatch's forward pass and loss, before its backward pass.
 
-        The last microbatch of a step exchanges gradients, and with `training.sync_each_microbatch` every one does.
+        The last microbatch of a step exchanges gradients; with `training.sync_each_microbatch` every one does.
         """
         return nullcontext()
 
@@ -223,10 +223,10 @@ class Parallel:
 
     @contextmanager
     def explained(self, forward: bool) -> Iterator[None]:
-        """Raise an error of a `forward` or a backward pass as `explain` has it."""
+        """Raise an error of a `forward` or a backward pass as `explain` words it."""
         try:
             yield
-        except (RuntimeError, ValueError, UserError) as error:  # a task may have taken it for a batch that does not fit
+        except (RuntimeError, ValueError, UserError) as error:  # a task may blame the batch for it
             cause = error.__cause__ or error
             why = self._in_16_bits(cause) or self.explain(str(error), cause, forward)
             if why is None:
@@ -254,7 +254,7 @@ class Parallel:
         )
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return the context of what uses the model's parameters, in which a use of a part is refused."""
+        """Return the context for code that uses the model's parameters; it refuses the use of a part."""
         return nullcontext()
 
     @contextmanager
@@ -265,11 +265,11 @@ class Parallel:
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Return the norm of the gradients of all ranks, and scale them down if it exceeds `max_norm`; None: never."""
-        alike: dict[Any, list[nn.Parameter]] = {}  # by how they are divided, which tensor parallelism makes different
+        alike: dict[Any, list[nn.Parameter]] = {}  # by how they are divided: tensor parallelism has several ways
         for p in self.model.parameters():
             if p.grad is not None:
                 alike.setdefault((p.device_mesh, p.placements) if isinstance(p, DTensor) else None, []).append(p)
-        # `foreach`: one call for all, of sharded gradients and fake tensors, too, which PyTorch would not choose
+        # `foreach`: one call for all; PyTorch would not choose it for sharded gradients and fake tensors
         gradients = [[p.grad for p in some if p.grad is not None] for some in alike.values()] or [[]]
         norms = [whole(nn.utils.get_total_norm(some, foreach=True)) for some in gradients]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -282,11 +282,11 @@ class Parallel:
         """Raise a UserError if ranks that share samples have other gradients of what is not divided among them."""
 
     def sent(self, func: Any, output: Any, given: Any, seen: StepRecorder) -> Iterator[tuple[Any, str]]:
-        """Yield what a collective gathers or scatters, each with what it is for, of a step that is recorded."""
+        """Yield each tensor that a collective of a recorded step gathers or scatters, with its category."""
         yield (output, "all_gather") if func is GATHER else (given, "reduce_scatter")
 
     def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: StepRecorder) -> str:
-        """Return what an operator's results are for, of a step that is recorded; "": nothing of this way's own."""
+        """Return the category of an operator's results in a recorded step; "": this way has none for it."""
         return ""
 
     def reshard(self) -> None:
@@ -295,8 +295,8 @@ class Parallel:
     def scaler(self) -> torch.amp.GradScaler:
         """Return the dynamic loss scaler for float16; a disabled one passes everything through.
 
-        It is where the gradients are: GradScaler copies its tensors to their device without waiting, and a CPU would
-        read them before they arrive.
+        It is on the device of the gradients: GradScaler copies its tensors there without waiting, and a CPU would read
+        them before they arrive.
         """
         precision = self.config.precision
         scaler = (ShardedGradScaler if self.asks_all_for else torch.amp.GradScaler)(
@@ -305,7 +305,7 @@ class Parallel:
             growth_interval=precision.growth_interval,
             enabled=precision.loss_scaling,
         )
-        scaler.scale(torch.zeros((), device=self.home))  # the first tensor that is scaled says where the scale is kept
+        scaler.scale(torch.zeros((), device=self.home))  # the first scaled tensor decides the device of the scale
         return scaler
 
 
@@ -325,5 +325,5 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that ranks have divided as each rank would have it alone."""
+    """Return the whole of a tensor that ranks have divided."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

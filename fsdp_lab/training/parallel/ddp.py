@@ -39,12 +39,12 @@ class DDP(Parallel):
     """
 
     model: DistributedDataParallel
-    _hook: Callable[..., Any] | None  # that reduces a bucket; None: as DDP does by itself
+    _hook: Callable[..., Any] | None  # reduces a bucket; None: DDP's default
 
     def leaves_some_unused(self, workload: Workload, on_meta: nn.Module | None = None) -> tuple[bool, list[str]]:
         """Return what a step on `meta` shows, or `sharding.find_unused_parameters`; True if it cannot be computed."""
         if self.config.sharding.find_unused_parameters or self.config.task.step is not None:
-            return True, []  # a loss of a step need not use all parts
+            return True, []  # one loss of a step may leave out parts
         try:
             unused = bool(workload.parameters_without_gradient(on_meta))
             why = "some of them get no gradient"
@@ -61,7 +61,7 @@ class DDP(Parallel):
             device_ids=[self.device] if self.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused,
-            **_SYNC_BUFFERS,  # FSDP2 does not either: every sharding computes the same
+            **_SYNC_BUFFERS,  # FSDP2 does not sync them either, so every sharding computes the same
         )
         precision = self.config.precision
         hooks = {Dtype.bfloat16: bf16_compress_hook, Dtype.float16: fp16_compress_hook}
@@ -74,8 +74,8 @@ class DDP(Parallel):
                 root.register_forward_pre_hook(cast, with_kwargs=True)
 
     def reduce_in_python(self) -> None:
-        """Reduce as DDP does in C++, where a fake group has no result."""
-        if self._hook is None:  # else `wrap` has done so
+        """Reduce in Python as DDP does in C++, where a fake group has no result."""
+        if self._hook is None:  # else `wrap` has registered one
             self.model.register_comm_hook(None, allreduce_hook)
 
     @contextmanager
@@ -108,7 +108,7 @@ class DDP(Parallel):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Let autocast choose the types, but for a model that is converted."""
+        """Let autocast choose the types, except for a converted model."""
         precision = self.config.precision
         dtype = getattr(torch, precision.param_dtype.value)
         casts = dtype is not torch.float32 and not precision.is_narrow

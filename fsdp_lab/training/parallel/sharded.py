@@ -27,7 +27,7 @@ FREED = "out of bounds for storage of size 0"
 
 
 class ContainerHooks:
-    """Checks that a unit, not sharded yet, changes no list or dictionary of which FSDP will hand it a copy."""
+    """Checks that a unit changes no list or dictionary of which FSDP gives it a copy. Made before sharding."""
 
     def __init__(self, unit: nn.Module, name: str, config: TrialConfig) -> None:
         self._unit, self._name, self._api = unit, name, config.sharding.api_name
@@ -71,7 +71,7 @@ class Sharded(Parallel):
 
     is_sharded: ClassVar[bool] = True
     one_type: ClassVar[str]  # why the parameters of a unit have one type
-    types_of_all: ClassVar[bool] = False  # without a gradient, too
+    types_of_all: ClassVar[bool] = False  # of those without a gradient, too
     hooks: ClassVar[type[ContainerHooks]] = ContainerHooks
     _groups: Sequence[Sequence[nn.Module]]  # what shares a unit, without the root
 
@@ -96,7 +96,7 @@ class Sharded(Parallel):
         names = {id(module): name for name, module in model.named_modules()}
         self._check_units(model, names)
         self.units = [*self._describe(model, names)]
-        for parameter in model.parameters():  # transposed, expanded, or in `channels_last`: their values stay
+        for parameter in model.parameters():  # some are transposed, expanded, or in `channels_last`; values stay
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()  # in place: ties stay
         for unit in units:
@@ -149,10 +149,10 @@ class Sharded(Parallel):
                     )
 
     def wrap(self, model: nn.Module, find_unused: bool) -> None:
-        """Let modules check that they are called with their own parameters, which FSDP puts in place.
+        """Let modules check that they are called with their own parameters, which FSDP sets.
 
-        `torch.func.functional_call` puts others there, which would not be used. Code that is compiled is not checked
-        inside of FSDP1's units.
+        `torch.func.functional_call` sets others, which would not be used. Compiled code is not checked inside FSDP1's
+        units.
         """
         super().wrap(model, find_unused)
         names = {id(module): original_name(name) for name, module in model.named_modules()}
@@ -191,7 +191,7 @@ class Sharded(Parallel):
 
 
 def _buffers(error: BaseException, model: nn.Module) -> str:
-    """Return the float32 buffers of the innermost module that was at work and has some; "" if none has."""
+    """Return the float32 buffers of the innermost running module that has some; "" if none has."""
     names = {id(module): original_name(name) for name, module in model.named_modules()}
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         module = frame.f_locals.get("self")
@@ -236,7 +236,7 @@ def tensors_inside(value: Any) -> Iterator[Tensor]:
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    left, seen = [value], dict[int, Any]()  # which keeps what it has seen, or its number might be another's
+    left, seen = [value], dict[int, Any]()  # keeps the objects, or another could get the same id
     while left:
         one = left.pop()
         if id(one) not in seen:

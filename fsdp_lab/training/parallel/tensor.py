@@ -4,9 +4,10 @@ A plan maps patterns of module names, in which `*` stands for a number, to words
 
 - `colwise`: a linear layer divided by its outputs, which stay divided for a `rowwise` one; an embedding by its columns.
 - `rowwise`: a linear layer divided by its inputs, whose results are added up; an embedding by its vocabulary.
-- `sequence`: a norm. With it, what is between the divided layers is divided along the sequence, dimension 1.
+- `sequence`: a norm. With it, tensors between the divided layers are divided along the sequence, dimension 1.
 - `colwise_gathered`: as `colwise`, with whole outputs. `rowwise_split`: as `rowwise`, of whole inputs.
-- `heads`: a norm of each head, between the two. Each rank has its own heads, so gradients are added up.
+- `heads`: a norm of each head, between a `colwise` and a `rowwise` layer. Each rank has its own heads, so gradients are
+  added up.
 - `loss_parallel`: the head, as `colwise`. Its logits stay divided by the vocabulary in training, if the loss allows it.
 
 A parameter that no plan names is whole on each of these ranks.
@@ -57,11 +58,11 @@ _SIZES = (
     "broadcast a dim",
     "must match the size",
 )
-_ROUNDING = 0.01  # of norms of gradients: kernels may add up in another order
+_ROUNDING = 0.01  # of norms of gradients, because kernels may add in another order
 
 
 class _Style(NamedTuple):
-    """A style of PyTorch's."""
+    """A tensor-parallel style of PyTorch."""
 
     kind: type[ParallelStyle]
     options: Mapping[str, Any]
@@ -72,7 +73,7 @@ class _Style(NamedTuple):
 
 
 class TensorParallel(FSDP2):
-    """FSDP2 of layers that neighbouring ranks have divided before."""
+    """FSDP2, after neighbouring ranks have divided layers."""
 
     def __init__(self, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
         super().__init__(config, dims, device)
@@ -113,7 +114,7 @@ class TensorParallel(FSDP2):
         return super().explain(text, cause, forward)
 
     def check_gradients(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Check the gradients of what no rank has a part of."""
+        """Check the gradients of undivided parameters."""
         assert self.dims.tp_mesh is not None
         with without_modes(), not_reported():
             mine = {
@@ -174,7 +175,7 @@ def apply_tensor_parallel(
     tie_again(holders)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # PyTorch's `SequenceParallel` trains what was frozen
-    # that it reduces norms over one dimension after the other, and that layers return views: see `UnitHooks`
+    # that norms are reduced over one dimension after the other; that layers return views, see `UnitHooks`
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     code = {pattern: next(str(styles[name]) for name in words if matches([pattern], name)) for pattern in plan}
@@ -225,7 +226,7 @@ def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[s
 def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     of_norm, of_both, kind = word in ("sequence", "heads"), word in ("colwise", "rowwise"), type(module).__name__
-    if of_norm and "Norm" in kind and "BatchNorm" not in kind:  # of LayerNorm and RMSNorm there are many
+    if of_norm and "Norm" in kind and "BatchNorm" not in kind:  # there are many classes of LayerNorm and RMSNorm
         return
     if of_norm or not (is_linear or (is_embedding and of_both)):
         takes = (
@@ -268,7 +269,7 @@ def _style(word: str, module: nn.Module, given: Placement, between: Placement, d
             return _Style(RowwiseParallel, {"input_layouts": Replicate(), "output_layouts": between})
         case "sequence":
             return _Style(SequenceParallel, {})
-        case "heads":  # whichever dimension its heads are in, but the last
+        case "heads":  # its heads may be in any dimension but the last
             return _Style(SequenceParallel, {"use_local_output": True})
         case _:
             outputs = {"output_layouts": Shard(-1) if divided_loss else Replicate()}
@@ -276,9 +277,9 @@ def _style(word: str, module: nn.Module, given: Placement, between: Placement, d
 
 
 def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]:
-    """Return the modules of which several layers want the whole sequence, and that do nothing else with a part of it.
+    """Return the modules in which several layers need the whole sequence, and nothing else uses a part of it.
 
-    They gather it once for all. The model itself, and what has a norm of its own, passes the part on.
+    They gather it once for all these layers. The model itself, and a module with its own norm, do not.
     """
     of_parent: dict[str, list[str]] = {}
     for name, word in words.items():
@@ -287,9 +288,9 @@ def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]
 
 
 def _length_check(tp: int, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a check that ranks get equal parts of a whole sequence: gloo and NCCL end otherwise, or wait, silently.
+    """Return a check that ranks get equal parts of a sequence. Otherwise gloo and NCCL end, or wait, silently.
 
-    Code that is compiled for a block would not be used for others if it got the name as an argument.
+    A closure, because with the name as an argument a block's compiled code would not be used for others.
     """
 
     def check(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -26,7 +26,7 @@ def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[l
 def sharding_units(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
     """Return the modules that become units of their own, children before parents, without the root.
 
-    A module that shares a parameter or a module with another outside of it is no unit: what is tied belongs into one
+    A module that shares a parameter or a module with another outside of it is no unit: tied parameters belong to one
     unit, the root.
     """
     return [unit for unit in _candidates(model, block_classes, sharding) if not _is_tied(model, unit)]
@@ -37,7 +37,7 @@ def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
     seen, left = {unit}, [model]
     while left:
         module = left.pop()
-        if module not in seen:  # without the unit itself, and what only it holds
+        if module not in seen:  # without the unit itself, and modules that only it holds
             seen.add(module)
             left.extend(module.children())
             if any(id(parameter) in own for parameter in module.parameters(recurse=False)):
@@ -51,7 +51,7 @@ def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: Shardin
             return []
         case Granularity.per_block:
             outside = {*_before_and_after(model, block_classes)[0]} if sharding.embeddings is Embeddings.own else ()
-            # one block may lie in another
+            # one block may be inside another
             return [m for m in _bottom_up(model) if isinstance(m, block_classes) or m in outside]
         case Granularity.per_layer:
             return [m for m in _bottom_up(model) if _holds_parameters(m)]
@@ -94,8 +94,8 @@ def _before_and_after(model: nn.Module, block_classes: BlockClasses) -> tuple[li
 def _bottom_up(module: nn.Module) -> list[nn.Module]:
     """Return the descendants that are called, each once, in post-order.
 
-    Lists of modules or parameters are not called, and attention reads its projection's weights itself: their hooks
-    would never gather them.
+    Lists of modules or parameters are not called, and attention reads its projection's weights itself. So hooks on them
+    would never gather.
     """
     if isinstance(module, nn.MultiheadAttention):
         return []
