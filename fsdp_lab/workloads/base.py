@@ -25,8 +25,8 @@ from fsdp_lab.workloads.generators import PROCESS, generators_of, in_bytes
 # the data set look inside.
 Batch = Any
 Loss = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and the number of labels that count
-_DRAWS = 8  # steps of a model that draws random numbers, which are looked at for unused parameters
-_COMPARED = 32  # samples, of which the number of tokens is looked at
+_DRAWS = 8  # how many steps are searched for unused parameters if the model draws random numbers
+_COMPARED = 32  # how many samples are compared in their number of tokens
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ModelSpec:
         build: the constructor. What it makes after `torch.manual_seed(training.seed)` is trained.
         block_classes: None: they are detected in the model.
         description: the model in a few words, for the reader of a memory timeline.
-        load_weights: puts other first weights into parameters and buffers by their names, sharded or not; each rank
-            calls it. None: the constructor's weights are the first.
-        save: writes whole weights, and the rest of the model's own format, into a folder. None: no such format.
+        load_weights: loads first weights into parameters and buffers by their names, sharded or not; each rank calls
+            it. None: the constructor's weights are used.
+        save: writes whole weights, and the rest of the model's own format, into a folder. None: it has no own format.
     """
 
     build: Callable[[], nn.Module]
@@ -63,8 +63,8 @@ class Data:
 
     Attributes:
         digest: differs if an item does.
-        bytes_per_token: of the validation split; None: no text.
-        vocab_size: every token is less; None: not known.
+        bytes_per_token: of the validation split; None: it is not text.
+        vocab_size: every token is less than this; None: not known.
     """
 
     train: Dataset
@@ -81,9 +81,9 @@ class DataSpec:
     Attributes:
         prepare: downloads missing files. One process of each node calls it, before any calls `load`. Raises UserError.
         load: returns both splits. Raises UserError.
-        example_batch: returns a batch of a given size with the shapes, types and allocations of one that the loader
-            serves, from uninitialised memory. Forecasts call it under fake tensors, after a first call with the same
-            size; FLOPs are counted with it on `meta`.
+        example_batch: returns a batch of a given size, of uninitialised memory, with the shapes, types and allocations
+            of a loader's batch. Forecasts call it under fake tensors, after a first call with the same size. FLOPs are
+            counted with it on `meta`.
         loader: returns the user's own loader of a split, in place of `load`; None: there is none. Raises UserError.
     """
 
@@ -96,13 +96,13 @@ class DataSpec:
 class Task(Protocol):
     """What the model learns from a batch. Methods get batches on the model's device.
 
-    A task whose batches differ in the number of labels that count also has a method `num_labels(batch)`, which returns
-    that number as a scalar tensor, or its loss returns it. The loss of a step is then the mean over all labels of its
-    global batch. Else each microbatch weighs the same. A task with a loss of ours may have a method `compile_loss()`.
-    A task of several losses has a method `take_step`, see `UserStep`; its loss is then for validation only.
+    Batches may differ in the number of labels that count. Then the task has a method `num_labels(batch)`, which returns
+    that number as a scalar tensor, or its loss returns it: the loss of a step is the mean over all labels of its global
+    batch. Else each microbatch weighs the same. A task with a loss of ours may have a method `compile_loss()`. A task
+    of several losses has a method `take_step`, see `UserStep`; its loss is then only for validation.
     """
 
-    unit: str  # what is counted: samples, or tokens, of which the loss is a mean in nats
+    unit: str  # what is counted: samples; or tokens, if the loss is a mean over tokens in nats
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the model's outputs. Only this runs under autocast."""
@@ -114,7 +114,7 @@ class Task(Protocol):
         """Return `name -> (sum, count)`, including `loss`. Sums and counts are added up over batches and ranks."""
 
     def units(self, batch: Batch) -> int | None:
-        """Return the number of units in a batch, without the padding that the task knows; None: only its loss does.
+        """Return the number of units in a batch, without padding that the task knows; None: only its loss knows it.
 
         For a batch on `meta`, return the number of a batch of that shape without padding.
         """
@@ -136,11 +136,11 @@ class Workload:
     def train_flops_per_sample(self, on_meta: nn.Module | None = None) -> float | None:
         """Return the FLOPs of forward and backward for one sample.
 
-        None if the model cannot compute without values, or calls an operator whose FLOPs nobody knows.
+        None if the model cannot compute without values, or calls an operator with unknown FLOPs.
 
-        They come from `flops_per_unit`, else for tokens from the model's own method `flops_per_token(batch)`. Else the
-        matrix FLOPs of a step are counted on `meta`: gradients that frozen weights and inputs do not need are none.
-        Recomputation is not counted, because MFU is about the model's own work.
+        They come from `flops_per_unit`; for tokens from the model's own method `flops_per_token(batch)`; else the
+        matrix FLOPs of a step are counted on `meta`. Gradients that frozen weights and inputs do not need are not
+        counted, nor is recomputation, because MFU is about the model's own work.
 
         Args:
             on_meta: a copy of the model; None: the constructor is called.
@@ -148,7 +148,7 @@ class Workload:
         if self.flops_per_unit is not None:
             units = self.task.units(self._meta_batch())
             return None if units is None else self.flops_per_unit * units
-        with suppress(Exception):  # whatever a forward pass raises where there are no values
+        with suppress(Exception):  # without values a forward pass may raise anything
             return self._counted_flops(self._without_values(on_meta))
         return None
 
@@ -177,8 +177,8 @@ class Workload:
     def tokens_per_sample(self, dataset: Dataset) -> int | None:
         """Return the tokens of each sample, from a few samples that are read.
 
-        None if samples are counted, if only the loss knows tokens, or if samples differ: padding would count, and one
-        sample's FLOPs would not be another's.
+        None if samples are counted, if only the loss knows tokens, or if samples differ: padding would count, and
+        samples would have different FLOPs.
         """
         if self.task.unit != "tokens" or not len(dataset):
             return None
@@ -194,7 +194,7 @@ class Workload:
     def parameters_without_gradient(self, on_meta: nn.Module | None = None) -> list[str]:
         """Return the names of the trainable parameters that a step on `meta` leaves without a gradient.
 
-        A model that draws random numbers may leave out others in each step, so several are tried.
+        A model that draws random numbers may leave out other parameters in each step, so several steps are tried.
 
         Args:
             on_meta: a copy of the model; None: the constructor is called.
@@ -229,7 +229,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return a copy of a batch on the device. Does not wait for the copy if the batch's memory is pinned."""
 
     def move(holder: Any) -> Any:
-        made = copy.copy(holder)  # some move themselves
+        made = copy.copy(holder)  # some objects move in place
         moved = made.to(device)
         return made if moved is None else moved
 
@@ -237,7 +237,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]]:
-    """Return what is inside of a mapping, a tuple or list, a dataclass, or another object with a method `to`."""
+    """Return the parts of a mapping, a tuple or list, a dataclass, or another object with a method `to`."""
     if isinstance(batch, Mapping):
         return [*batch.items()]
     if isinstance(batch, tuple | list):
@@ -271,7 +271,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[
         return move(batch)
     parts = {key: map_tensors(function, part, move) for key, part in parts_of(batch)}
     if isinstance(batch, dict | UserDict):
-        made = copy.copy(batch)  # as its class copies it, whatever that is made of
+        made = copy.copy(batch)  # as its class copies it
         dict.update(made, parts) if isinstance(made, dict) else made.update(parts)
         return made
     if isinstance(batch, Mapping):
@@ -294,11 +294,11 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[
 
 
 def _tuple_like(batch: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a tuple of the same class, whose own `__new__` may take something else, and with the same attributes."""
+    """Return a tuple of the same class, with the same attributes. Its own `__new__` may have other arguments."""
     values = [*values]
     try:
         made: tuple[Any, ...] = tuple.__new__(type(batch), values)
-    except TypeError:  # of a class in C
+    except TypeError:  # of a class in C only its own works
         return type(batch)(values)
     if hasattr(batch, "__dict__"):
         vars(made).update(vars(batch))
@@ -306,12 +306,12 @@ def _tuple_like(batch: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...
 
 
 def part_of(outputs: Any, name: str) -> Any:
-    """Return what a model's outputs have under a name, as a key or an attribute; None: nothing."""
+    """Return the key or attribute of a model's outputs with this name; None: there is none."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of DDP's or FSDP1's wrapper; FSDP2 wraps none."""
+    """Return the model inside DDP's or FSDP1's wrapper; FSDP2 has no wrapper."""
     return model.module if isinstance(model, DistributedDataParallel | FullyShardedDataParallel) else model
 
 

@@ -44,9 +44,9 @@ def build_task(task: TaskConfig, model: ModelConfig) -> Task:
 
 
 def with_known_tokens(spec: DataSpec, model: ModelConfig, data: DataConfig) -> DataSpec:
-    """Return the same data, with a check while loading that the model knows all their tokens and classes.
+    """Return the same data, which check on loading that the model knows all their tokens and classes.
 
-    Without it a GPU would fail with an assertion in a kernel.
+    Without the check a GPU would fail with an assertion in a kernel.
     """
 
     def load() -> Data:

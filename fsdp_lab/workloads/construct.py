@@ -19,7 +19,7 @@ Build = Callable[[], nn.Module]
 
 
 class TooLarge(BaseException):
-    """The parameters of a model exceed the bytes that were allowed: no `except Exception` of the user's stops it."""
+    """The parameters of a model exceed the bytes that were allowed. The user's `except Exception` does not catch it."""
 
 
 def construct(build: Build, seed: int, most_bytes: float | None = None) -> nn.Module:
@@ -52,7 +52,7 @@ def without_values(build: Build, seed: int = 0) -> nn.Module:
     with seeded(seed), torch.device("cpu"), _at_registration(_to_meta):
         try:
             model = build()
-        except Exception:  # noqa: BLE001 (whatever it raises where there are no values; the second call raises the rest)
+        except Exception:  # noqa: BLE001 (it may need values; the second call raises other errors)
             model = None
     if model is None or any(buffer.is_meta for buffer in model.buffers()):  # a buffer is computed from parameters
         model = construct(build, seed)
@@ -60,7 +60,7 @@ def without_values(build: Build, seed: int = 0) -> nn.Module:
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters are on `meta`: what is tied or referred to in the model is so in the copy.
+    """Return a copy with parameters on `meta`. What is tied, or referred to, in the model is so in the copy.
 
     Raises:
         Exception: the model holds an object that cannot be copied.
@@ -78,7 +78,7 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """In place, so that whoever holds the parameter still does: a tie made later is a tie."""
+    """Move a parameter to `meta` in place, so that all who hold it still do, and later ties hold."""
     if not is_lazy(parameter) and not parameter.is_meta:
         swap_tensors(parameter, on_meta(parameter))
 
@@ -104,7 +104,7 @@ def seed_all(seed: int) -> None:
     device that is not initialized: 0.2 ms a call.
     """
     if _has_gpu() and not torch.cuda.is_initialized():
-        torch.manual_seed(seed)  # CUDA takes the seed when it is initialized
+        torch.manual_seed(seed)  # CUDA uses the seed when it is initialized
     else:
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():

@@ -8,24 +8,24 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-# Operators that compute more than they move, which the counter has no formula for.
+# Operators that compute more than they move data, and have no formula in the counter.
 _HEAVY = (
     *("linalg_", "_linalg_", "_fft_", "_cdist_", "_pdist_", "lu_", "_lu_", "cholesky", "geqrf", "ormqr", "orgqr"),
     *("triangular_solve", "_ctc_loss", "_thnn_fused", "_cudnn_rnn", "mkldnn_rnn", "_trilinear", "conv_tbc", "_int_mm"),
     *("_scaled_mm_v2", "_scaled_grouped_mm_v2"),
 )
 _LIGHT = ("linalg_vector_norm", "linalg_vecdot", "linalg_cross", "_linalg_check_errors")
-# How a model calls these from Python, where they are not operators yet; and what of these is counted or light.
+# The names of these as Python functions; and those that are counted or light.
 _CALLED = ("fft_", "linalg_", "bilinear", "conv_tbc", "cdist", "pdist", "ctc_loss", "cholesky", "triangular_solve")
 _COUNTED = ("linalg_matmul", "linalg_multi_dot", "linalg_norm", *_LIGHT)
-# Whose operators either are counted, or move data only.
+# Namespaces in which other operators are counted, or only move data.
 _OF_PYTORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "inductor", "profiler", "_dtensor")
 
 
 def _grouped_flops(first: torch.Size, second: torch.Size, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of matrix products of groups: of a tensor of rows, of columns or of the inner size, or of both.
+    """Return the FLOPs of grouped matrix products. Groups may divide the rows, the columns, or the inner size.
 
-    Each row of a group is multiplied with that group's matrix alone; offsets divide what has two dimensions.
+    Each row of a group is multiplied only with that group's matrix. Offsets divide a tensor of two dimensions.
     """
     groups = first[0] if len(first) == len(second) == 3 else 1
     return int(2 * groups * first[-2] * first[-1] * second[-1])

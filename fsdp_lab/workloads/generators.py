@@ -1,4 +1,4 @@
-"""The random generators of a process and of modules, in whatever attribute these hold them."""
+"""The random generators of a process, and of modules in any attribute."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Access = tuple[Callable[[], Any], Callable[[Any], None]]  # how a generator's state is read, and how it is set
+Access = tuple[Callable[[], Any], Callable[[Any], None]]  # functions that read and set a generator's state
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 PROCESS: tuple[Access, ...] = ((random.getstate, random.setstate), (np.random.get_state, np.random.set_state))
-_OF_EVERY_MODULE = vars(nn.Module()).keys()  # hooks, which lead to all of FSDP2
-_MOST_OBJECTS = 100_000  # of attributes that are looked into
+_OF_EVERY_MODULE = vars(nn.Module()).keys()  # skipped: hooks lead to all of FSDP2
+_MOST_OBJECTS = 100_000  # how many objects are searched at most
 
 
 def generators_of(modules: Iterable[nn.Module]) -> list[Access]:
@@ -49,10 +49,10 @@ def in_bytes(state: Any) -> bytes:
 
 
 def reached(value: Any, seen: set[int], kinds: Any) -> Iterator[Any]:
-    """Yield the objects of some kinds that a value leads to, whatever holds them: containers, objects, closures.
+    """Yield the objects of some kinds inside a value: in containers, objects and closures.
 
     Args:
-        seen: the numbers of objects that are not looked into, to which those are added that were.
+        seen: ids of objects to skip; the ids of searched objects are added.
     """
     left = [value]
     while left and len(seen) < _MOST_OBJECTS:
@@ -61,5 +61,5 @@ def reached(value: Any, seen: set[int], kinds: Any) -> Iterator[Any]:
             yield found
         elif gc.is_tracked(found) and id(found) not in seen and not isinstance(found, type | ModuleType | Tensor):
             seen.add(id(found))
-            is_function = isinstance(found, FunctionType)  # whose globals are no part of a model
+            is_function = isinstance(found, FunctionType)  # its globals are no part of a model
             left += [found.__closure__, found.__defaults__] if is_function else gc.get_referents(found)

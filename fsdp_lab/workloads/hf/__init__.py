@@ -1,1 +1,1 @@
-"""Models of Hugging Face's transformers. No other package imports it; here it is imported on first use."""
+"""Models of Hugging Face's transformers. Only this package imports it, on first use."""

@@ -1,8 +1,8 @@
 """Attention whose masks do not depend on values.
 
-A forecast has no values, and a GPU would synchronize for one in each forward pass. transformers reads a mask's values
-to skip a mask that masks nothing. Under fake tensors it cannot, and builds the mask: a forecast would hold more than
-training does. Both names below are PyTorch's attention; they differ in what is known about masks.
+transformers reads a mask's values, to skip a mask that masks nothing. This synchronizes a GPU in each forward pass.
+Under fake tensors it cannot read them, and builds the mask, so a forecast would hold more than training does. Both
+names below are PyTorch's attention; they differ in what is known about masks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _ASKS = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa
 def use(model: Any, name: str) -> None:
     """Switch a model that uses PyTorch's attention to one of our names for it.
 
-    Other models are unchanged: those with another attention, and those whose code asks for the name `sdpa`, which would
-    skip their own masks.
+    Other models are unchanged: those with another attention, and those with code that checks for the name `sdpa`, which
+    would skip their own masks.
     """
     if attention_of(model) == "sdpa" and not _asks_for_name(model):
         _register()

@@ -25,7 +25,7 @@ Config = str | Mapping[str, Any]  # where a configuration is, or its values
 
 
 def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
-    """Return the `PreTrainedConfig` that `model.config` names, with the other keys below `model` over its values.
+    """Return the `PreTrainedConfig` that `model.config` names, changed by the other keys below `model`.
 
     Args:
         config: where the configuration is, or its values.
@@ -45,7 +45,7 @@ def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def translated(config: Config | None, overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Translate what a configuration or a model of transformers raises, which may be anything, into a ConfigError."""
+    """Translate any error of a configuration or a model of transformers into a ConfigError."""
     try:
         yield
     except UserError:
@@ -59,7 +59,7 @@ def read_values(config: Config | None) -> dict[str, Any]:
     """Return the content of a configuration's file, or a copy of values that are given directly.
 
     Raises:
-        UserError: it is missing or no JSON; see also `check_values`.
+        UserError: the file is missing or not JSON; see also `check_values`.
     """
     if not config:
         raise ConfigError(

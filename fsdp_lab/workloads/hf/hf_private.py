@@ -1,4 +1,4 @@
-"""Every name of transformers that its manual does not promise; `tests/workloads/test_transformers.py` checks each."""
+"""Every name of transformers that its manual does not document; `tests/workloads/test_transformers.py` checks each."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class HuggingFace(ModelSource):
                 "tokens from the labels; use a model that has it, such as T5 or BART, or model._target_ with your own "
                 "function."
             )
-        # Those that transformers also has for masked tokens see the tokens that they are to predict.
+        # Models that transformers also has for masked tokens see the tokens that they must predict.
         masked = type(hf_config) in library.MODEL_FOR_MASKED_LM_MAPPING and not hf_config.is_encoder_decoder
         if self == causal_lm and masked and getattr(hf_config, "is_decoder", None) is False:
             raise ConfigError(
@@ -174,7 +174,7 @@ def _causal(model: Any) -> None:
 def _with_full_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Mark every token as real if the caller gives no mask and no positions.
 
-    Without a mask many models read the values of positions, to find texts that were packed into one row.
+    Without a mask, many models read the values of positions to find texts that were packed into one row.
     """
     tokens = args[0] if args else kwargs.get("input_ids")
     masked = len(args) > 1 or kwargs.get("attention_mask") is not None

@@ -26,8 +26,8 @@ def stored_in(folder: Path | None, config: str) -> dict[str, torch.Size]:
         config: `model.config` as typed, for messages.
 
     Raises:
-        UserError: weights are missing, pickled or damaged, or two files have a tensor of the same name. Ranks look for
-            a name in all files.
+        UserError: weights are missing, pickled or damaged, or two files have a tensor of the same name. Ranks search
+            all files for a name.
     """
     if folder is None:
         raise UserError(
@@ -43,7 +43,7 @@ def stored_in(folder: Path | None, config: str) -> dict[str, torch.Size]:
                 "files."
             )
         place |= dict.fromkeys(head, file)
-    # The folder may have files of another format, too. A single file is before parts, as in from_pretrained.
+    # The folder may have files of another format, too. A single file goes before parts, as in from_pretrained.
     chosen = [_SINGLE] if _SINGLE in heads else [file for file in heads if _PART.fullmatch(file)]
     if not chosen:
         raise UserError(

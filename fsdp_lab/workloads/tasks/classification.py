@@ -13,7 +13,7 @@ from fsdp_lab.workloads.base import Batch, describe, part_of
 
 
 def build_task(config: TaskConfig, model: ModelConfig) -> Classification:
-    """Return the task. A model whose images are known decides their channels."""
+    """Return the task. If the model's images are known, it decides their channels."""
     return Classification(model.sizes().get("num_channels"))
 
 

@@ -34,7 +34,7 @@ class Language(TokenLoss):
 
     def forward(self, model: nn.Module, batch: Tensor) -> Any:
         """Return the logits; with chunks, the sum of the losses and the number of labels that count."""
-        tokens = batch[:, :-1].clamp(min=0)  # padding is no row of an embedding
+        tokens = batch[:, :-1].clamp(min=0)  # an embedding has no row for padding
         if self.loss_chunks == 1:
             outputs = model(tokens)
             logits = outputs if isinstance(outputs, Tensor) else part_of(outputs, "logits")

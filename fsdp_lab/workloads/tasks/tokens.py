@@ -17,7 +17,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> Tensor
     Args:
         logits: `(batch, length, vocabulary)`.
         labels: int64 `(batch, length)`.
-        ignored: the label of what does not count.
+        ignored: the label that does not count.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=ignored, reduction="sum")
 
@@ -30,7 +30,7 @@ class TokenLoss:
     _cross_entropy = staticmethod(summed_cross_entropy)
 
     def compile_loss(self) -> None:
-        """Compile the cross entropy: it then keeps the logits in their own type, and nothing of their size beside."""
+        """Compile the cross entropy. It then keeps the logits in their own type, and nothing else of their size."""
         self._cross_entropy = torch.compile(summed_cross_entropy)  # type: ignore[assignment]
 
     def labels(self, batch: Batch) -> Tensor:

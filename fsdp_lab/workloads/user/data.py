@@ -20,10 +20,10 @@ from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, describe, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import seeded, without_values
 
-_ENDS = 4  # items at each end of a split, by which its states are told apart
-_MEASURED = 32  # items of a batch of which the shape of a larger one is known, where items are alike
-_TOGETHER = 1.5  # what grows so much for twice the items is as long as all together, not as the longest
-_READ = 1024  # the most items that are read for a batch's shape where they are not
+_ENDS = 4  # items at each end of a split, of which its digest is made
+_MEASURED = 32  # items of a batch that shows the shape of a larger one, if items are alike
+_TOGETHER = 1.5  # a dimension that grows so much for twice the items is the sum over items, not the longest
+_READ = 1024  # the most items that are read for a batch's shape if items differ
 
 
 class Marked(NamedTuple):
@@ -31,7 +31,7 @@ class Marked(NamedTuple):
 
     Attributes:
         batch: without padding.
-        num_items: the number of items, a scalar tensor; 0 for a batch that stands for padding only.
+        num_items: the number of items, a scalar tensor; 0 for a batch that replaces a batch of padding.
     """
 
     batch: Batch
@@ -89,7 +89,7 @@ class Collated:
     def spread(self, size: int) -> Batch:
         """Return a batch of so many items from the first to the last, repeated if there are too few.
 
-        Items may be sorted by their length, so the first ones stand for no others. Errors as for any batch.
+        Items may be sorted by their length, so the first ones would not be typical. Errors as for any batch.
         """
         places = torch.arange(size)
         return self[places % len(self) if size > len(self) else places * (len(self) - 1) // max(size - 1, 1)]
@@ -127,9 +127,9 @@ class Repeated:
 
 
 class WithoutPadding:
-    """The batches of a validation split without padding, for a user's loss that knows of none.
+    """The batches of a validation split without padding, for a user's loss, which does not know padding.
 
-    A rank takes a batch of padding alone to keep step with the others. It is replaced by the first item, marked.
+    To keep step with the others, a rank may get a batch of padding only. The first item, marked, replaces it.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -207,7 +207,7 @@ def digest_of(splits: Sequence[Collated]) -> str:
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that a sparse, nested or dense one is made of."""
+    """Return the dense tensors of which a sparse, nested or dense one consists."""
     match tensor.layout:
         case torch.sparse_coo:
             tensor = tensor.coalesce()
@@ -274,7 +274,7 @@ def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
 
     @cache
     def shapes(size: int) -> Batch:
-        with seeded(0), torch.device("cpu"):  # whatever the caller draws, and wherever it makes tensors
+        with seeded(0), torch.device("cpu"):  # not with the caller's seed and device
             return map_tensors(lambda tensor: tensor.to("meta"), read(size))
 
     return lambda size: map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), shapes(size))
@@ -283,8 +283,8 @@ def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
 def like(read: Callable[[int], Batch], size: int) -> Batch:
     """Return a batch with the shapes and types of one of that size, from few items if these are alike.
 
-    Items of different lengths are read, up to 1,024 of them. A dimension is then as long as the longest of these and of
-    33 others, or as long as all together.
+    Items of different lengths are read, up to 1,024 of them. A dimension is then the longest of these and of
+    33 others, or the sum of all.
 
     Args:
         read: returns a batch of so many items.

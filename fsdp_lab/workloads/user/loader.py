@@ -1,4 +1,4 @@
-"""The user's own loader as the data of a workload: what it returns is checked, and its first batch has the shapes."""
+"""The user's own loader as the data of a workload. What it returns is checked; its first batch shows the shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_lab.workloads.base import Batch, Data, DataSpec, tensors_of
 from fsdp_lab.workloads.construct import seeded
 from fsdp_lab.workloads.user.data import example_of, own_example
 
-_ONCE = ("builtins", "itertools")  # modules of iterators that end and do not begin again
+_ONCE = ("builtins", "itertools")  # modules of iterators that can be read only once
 
 
 def build_loader_data(config: DataConfig, model: ModelConfig) -> DataSpec:
@@ -34,7 +34,7 @@ def build_loader_data(config: DataConfig, model: ModelConfig) -> DataSpec:
     def first(size: int) -> Batch:
         loader = make("train", batch_size=size, rank=0, world_size=1, seed=0)
         with explained(config, "the first batch of split=train"):
-            batch = next(iter(loader), None)  # its processes end with the iterator, which nobody keeps
+            batch = next(iter(loader), None)  # the iterator is not kept, so its processes end
         check_batch(config, batch)
         return batch
 
@@ -42,7 +42,7 @@ def build_loader_data(config: DataConfig, model: ModelConfig) -> DataSpec:
 
 
 def data_of(config: DataConfig, train: Any, val: Any = None) -> Data:
-    """Return what is known of loaders: an attribute `digest` of that of the training split, or else how it was made."""
+    """Return what is known of loaders. The digest is the training loader's own `digest`, or else how it was made."""
     own = getattr(train, "digest", None)
     text = str(own) if isinstance(own, str | int) else json.dumps([config.loader, config.arguments], default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -53,7 +53,7 @@ def _make(config: DataConfig, arguments: dict[str, Any], split: str, **given: in
     """Return the user's loader of a split, which can be iterated again.
 
     Raises:
-        UserError: the function fails, or returns what is no such object.
+        UserError: the function fails, or returns another object.
     """
     try:
         with seeded(0):  # the same parts on every rank, in every trial
@@ -97,7 +97,7 @@ def explained(config: DataConfig, what: str) -> Iterator[None]:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches that a loader tells; None: it does not know."""
+    """Return the number of batches by a loader's `__len__`; None: it does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError, AttributeError):  # as a DataLoader of an iterable data set raises
@@ -105,7 +105,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def begin_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of the loader, its samplers and its data set: of each that has it."""
+    """Call `set_epoch` of the loader, its samplers and its data set, if they have it."""
     parts = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")))
     for part in parts:
         if callable(method := getattr(part, "set_epoch", None)):

@@ -29,7 +29,7 @@ class LossForm:
         """Return what the loss returned: a scalar tensor, or a tuple of two.
 
         Raises:
-            ModelError: it is neither, has no gradient though these are recorded, or is of another form than before.
+            ModelError: it is neither, has no gradient though these are recorded, or has another form than before.
         """
         is_pair = isinstance(loss, tuple | list) and len(loss) == 2
         if is_pair:
@@ -67,7 +67,7 @@ class LossForm:
         return total, count
 
     def _check_fraction(self, count: float) -> None:
-        """Check that a float count may be one: another mean, as an accuracy, would divide the loss unnoticed."""
+        """Check that a float count can be a count. A mean, such as an accuracy, would silently divide the loss."""
         if 0 < count < 1:
             raise ModelError(
                 f"{self.name} returns a pair, which must be (sum, count), but its count is {count:.3g} for a whole "

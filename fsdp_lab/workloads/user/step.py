@@ -19,7 +19,7 @@ Descend = Callable[[str, Task], Tensor]  # takes a step of the optimizer of that
 
 
 class Part(OnlyCalled):
-    """A part of the model as a step gets it: it can be called in a loss, and switched between train and eval mode.
+    """A part of the model as a step gets it. It can be called in a loss, and switched between train and eval mode.
 
     Args:
         name: of the part.
@@ -61,7 +61,7 @@ def parts_of_model(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def call_loss(loss_of: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Compute a loss: the forward of a model in parts, so that DDP, around the whole, sees what the loss uses."""
+    """Compute a loss. It is the forward of a model in parts, so that DDP, around the whole, sees what the loss uses."""
     return loss_of(batch)
 
 
@@ -97,7 +97,7 @@ def in_parts(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Run:
-    """What a step of the user's gets.
+    """The second argument of the user's step.
 
     Attributes:
         step: the number of the step, from 1.
@@ -119,7 +119,7 @@ class Run:
 
 
 class UserStep(UserLoss):
-    """A step of the user's, with a loss and metrics of the parts for validation.
+    """The user's step, with a loss and metrics of the parts for validation.
 
     Args:
         step: takes the parts by name and a `Run`; returns what is recorded of the step, by name.

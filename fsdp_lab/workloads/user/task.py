@@ -1,4 +1,4 @@
-"""Tasks with the user's loss, and the wrapper that any task needs around the user's code."""
+"""Tasks with the user's loss, and the wrapper of any task around the user's code."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def model_loss(model: nn.Module, batch: Batch) -> Any:
 
 
 class OnlyCalled:
-    """A model as a loss gets it: it can be called and asked for plain values such as `model.config`.
+    """A model as a loss gets it. It can be called, and has plain values such as `model.config`.
 
     Args:
         model: sharded or not.
@@ -77,7 +77,7 @@ class OnlyCalled:
         """Return a plain value of the model.
 
         Raises:
-            ModelError: it is a submodule, a tensor or a method, which work in some shardings only.
+            ModelError: it is a submodule, a tensor or a method, which work only in some shardings.
         """
         value = getattr(unwrapped(self._model), name)
         if isinstance(value, nn.Module | Tensor) or callable(value):
@@ -89,7 +89,7 @@ class OnlyCalled:
 
 
 class UserLoss:
-    """The user's loss: a mean over the items of a batch, whose number is its weight in a validation; or `(sum, count)`.
+    """The user's loss: `(sum, count)`, or a mean over a batch's items. In a validation, their number is its weight.
 
     While gradients are recorded, only the loss is computed.
 
@@ -105,7 +105,7 @@ class UserLoss:
         self._returned = LossForm(name)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the loss; in validation a pair of it (None: it is among the metrics) and the user's metrics.
+        """Return the loss; in validation a pair: the loss (None: it is among the metrics) and the user's metrics.
 
         Raises:
             ModelError: see `LossForm.check`; or the metrics are no named pairs, or neither the batch nor the loss has
@@ -128,7 +128,7 @@ class UserLoss:
         return self._returned.check(self.function(self.given(model, self.name), batch)), named
 
     def given(self, model: nn.Module, user: str) -> Any:
-        """Return the model as a function of the user's gets it, which the key `user` names."""
+        """Return the model as the user's function gets it; `user`: the key that names the function."""
         return OnlyCalled(model, user)
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
@@ -176,7 +176,7 @@ class AroundUser:
         try:
             return self.task.forward(model, batch)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            # a RuntimeError is also what memory, peers and fake tensors raise
+            # memory, peers and fake tensors raise RuntimeErrors, too
             if isinstance(error, RuntimeError) and (
                 type(error) is not RuntimeError or not _DOES_NOT_FIT.search(str(error))
             ):
@@ -196,7 +196,7 @@ class AroundUser:
         return self.task.loss(outputs, unmarked(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the task's metrics; zero sums and counts for a batch that stands for padding only."""
+        """Return the task's metrics; zero sums and counts for a batch that replaces a batch of padding."""
         named = self.task.metrics(outputs, batch if isinstance(self.task, UserLoss) else unmarked(batch))
         if not isinstance(batch, Marked):
             return named
@@ -206,7 +206,7 @@ class AroundUser:
         return self.task.units(unmarked(batch))
 
     def _num_labels(self, batch: Batch) -> Tensor:
-        """Return the labels that count; 0 for a batch that is none of the task's, of which the forward pass says it."""
+        """Return the number of labels that count; 0 if the batch does not fit the task: `forward` reports that."""
         with suppress(TypeError, LookupError, AttributeError):
             return self.task.num_labels(batch)  # type: ignore[attr-defined, no-any-return]
         return torch.tensor(0)

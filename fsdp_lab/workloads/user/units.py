@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdp_lab.workloads.base import Batch, parts_of, tensors_of
 
-_NOT_TOKENS = {"uint8", "bool"}  # of images and masks
+_NOT_TOKENS = {"uint8", "bool"}  # types of images and masks
 
 
 def num_items(batch: Batch) -> int:
@@ -19,9 +19,12 @@ def num_items(batch: Batch) -> int:
 def num_tokens(batch: Batch) -> int | None:
     """Return the tokens of a batch; None: none of its parts has any.
 
-    The first of these that the batch has: all elements of its parts named `input_ids`; of those named `labels`, with
-    two dimensions or more, what is not -100, on `meta` all; of a single tensor `(batch, length + 1)`, which is inputs
-    and labels, all but the first of each row; the first tensor of whole numbers `(batch, length)`.
+    The first of these that the batch has:
+
+    - Parts named `input_ids`: all elements.
+    - Parts named `labels` of two dimensions or more: elements that are not -100; on `meta` all.
+    - A single tensor `(batch, length + 1)` of inputs and labels: all but the first of each row.
+    - The first tensor of whole numbers `(batch, length)`: all elements.
     """
     if ids := [tensor for tensor in _named("input_ids", batch) if _is_whole(tensor)]:
         return sum(tensor.numel() for tensor in ids)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-IGNORED = -1  # the label of what does not count
+IGNORED = -1  # the label of tokens that do not count
 
 
 def loss_in_chunks(head: nn.Module, x: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
@@ -17,7 +17,7 @@ def loss_in_chunks(head: nn.Module, x: Tensor, labels: Tensor, chunks: int) -> t
         head: makes the logits of `x`.
         x: the last hidden states, `(batch, seq, dim)`.
         labels: int64 `(batch, seq)`.
-        chunks: the number of parts of the sequence. Logits are held for one part at a time; the backward pass computes
+        chunks: the number of parts of the sequence. Only one part has logits at a time; the backward pass computes
             them again.
     """
 

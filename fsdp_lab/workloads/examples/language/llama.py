@@ -1,7 +1,7 @@
 """Llama 3 in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 "The Llama 3 Herd of Models" (arXiv 2407.21783), section 3.2 and table 3. Rotary positions pair dimension i of a head
-with i + head_dim / 2, as Hugging Face's checkpoints do; Meta's pair neighbours, which is the same model with the rows
+with i + head_dim / 2, as Hugging Face's checkpoints do. Meta's pair neighbours: this is the same model, with the rows
 of the query and key projections in another order.
 """
 
@@ -168,7 +168,7 @@ class Llama(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw all weights: as GPT-2 does, smaller in what writes to the residual stream `2 * num_layers` times."""
+        """Draw all weights as GPT-2 does: smaller in the `2 * num_layers` layers that write to the residual stream."""
         for name, module in self.named_modules():
             if isinstance(module, nn.RMSNorm):
                 module.reset_parameters()

@@ -17,7 +17,7 @@ _ROWS = 2**20  # of random tokens
 class PackedTokens(Dataset[Tensor]):
     """One long text cut into rows: item i is int64 `(seq_len + 1,)`, and its last token is the first of item i + 1.
 
-    So each token but the first is predicted once, and only a rest shorter than a row is left out.
+    So each token except the first is predicted once, and only a rest shorter than a row is left out.
 
     Args:
         tokens: bytes, of any integer type, `(N,)`.

@@ -1,4 +1,4 @@
-"""Texts to token ids of a limited number: as bytes, or by a tokenizer's file."""
+"""Codecs from texts to at most so many token ids: bytes, or by a tokenizer's file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_lab.config.errors import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PAD = 0  # of T5 and ByT5; the attention mask leaves it out, so another tokenizer's meaning of 0 does not matter
+PAD = 0  # as in T5 and ByT5; attention masks it, so 0 may mean something else in another tokenizer
 
 
 class Bytes:
@@ -26,7 +26,7 @@ class Bytes:
 
     def encode(self, text: str, most: int) -> list[int]:
         """Return at most so many ids, including the end of the text. The text is cut after so many bytes."""
-        # no character has less than one byte: the rest of a long text need not be looked at
+        # a character has at least one byte, so the rest of a long text is not read
         return [byte + self.OFFSET for byte in text[:most].encode()[: most - 1]] + [1]
 
 
@@ -46,7 +46,7 @@ class FromFile:
 Codec = Bytes | FromFile
 
 
-@cache  # each trial of a sweep asks for its vocabulary
+@cache  # each trial of a sweep needs its vocabulary
 def build_codec(tokenizer: str | None) -> Codec:
     """Return ByT5's codec, or that of a `tokenizer.json`.
 

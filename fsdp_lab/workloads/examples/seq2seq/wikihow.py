@@ -23,8 +23,8 @@ _SHORTENS = 0.75  # a summary is shorter than so much of its article
 class WikiHow(Pairs):
     """The articles (`text`) of the published file and their summaries (`headline`). Every rank has them in memory.
 
-    A twentieth of the titles is the validation split, so parts of one article stay together. As the publishers do,
-    rows without a text or a shorter summary are left out, and so are the commas between sentences ("WikiHow: A Large
+    A twentieth of the titles is the validation split, so parts of one article stay together. As its publishers do,
+    it leaves out rows without a text or a shorter summary, and the commas between sentences ("WikiHow: A Large
     Scale Text Summarization Dataset", arXiv 1810.09305, and its `process.py`).
 
     Args:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 grey images of clothes, 28x28, downloaded if that is allowed."""
+"""Fashion-MNIST: 70,000 grey images of clothes, 28x28, which may be downloaded."""
 
 from __future__ import annotations
 

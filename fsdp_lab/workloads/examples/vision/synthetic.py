@@ -1,4 +1,4 @@
-"""Seeded noise in the shape that the model takes, for measurements in which nothing needs to be learned."""
+"""Seeded noise in the shape of the model's inputs, for measurements in which nothing needs to be learned."""
 
 from __future__ import annotations
 

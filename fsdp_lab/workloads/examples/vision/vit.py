@@ -10,7 +10,7 @@ from fsdp_lab.workloads.examples.vision import VIT_TP_PLAN
 
 
 class VisionTransformer(torchvision.models.VisionTransformer):
-    """The same, with blocks that are found even if there is one."""
+    """The same, with blocks that are found even if it has only one."""
 
     _no_split_modules = ("EncoderBlock",)
     _tp_plan: ClassVar[dict[str, str]] = VIT_TP_PLAN
