@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 MARK = "FSDP_LAB_FATES"  # in the environment of the sweep's processes
 EPOCHS, STEPS = 3, 4
-TIMEOUT_S = 30  # of a hang; each rank imports PyTorch and starts within that time
+TIMEOUT_S = 45  # of a hang; each rank imports PyTorch and starts within that time
 PATIENT_S = 90  # on a busy machine
 
 
