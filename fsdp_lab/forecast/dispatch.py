@@ -10,11 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fsdp_lab.forecast.fake import ACCELERATOR
+from fsdp_lab.forecast.fake import ACCELERATOR, HALVES
 from fsdp_lab.forecast.torch_private import FROM_HALF, argument, is_autocast_on_cuda, place_of, scoped_library
 from fsdp_lab.workloads.base import map_tensors, tensors_of
-
-HALVES = (torch.float16, torch.bfloat16)
 
 # What autocast does only on a GPU, from ATen/autocast_mode.h of PyTorch 2.15; operators that the installed version
 # lacks are left out. Computed in float32:

@@ -31,6 +31,7 @@ from fsdp_lab.training.distributed import DistributedContext, leave_process_grou
 from fsdp_lab.workloads.base import map_tensors, tensors_of
 
 HOST = torch.device("cpu")
+HALVES = (torch.float16, torch.bfloat16)
 # Stands for a GPU where host and device must differ. A fake tensor may be on a second CPU, which does not exist. For a
 # fake CUDA device the autograd engine would need a real context.
 ACCELERATOR = torch.device("cpu", 1)
@@ -83,6 +84,43 @@ def _with_whole_storage(result: Tensor, first: Tensor, second: Tensor) -> Tensor
     return whole.as_strided(result.shape, result.stride())
 
 
+# Kernels that refuse tensors of several types, which PyTorch's fake results do not: the arguments that must agree.
+_ONE_TYPE = {
+    getattr(torch.ops.aten, name).default: places
+    for name, places in {
+        **dict.fromkeys(("mm", "mv", "_cdist_forward", "binary_cross_entropy"), (0, 1)),
+        **dict.fromkeys(("addmm", "addmv", "convolution"), (0, 1, 2)),
+        **dict.fromkeys(("index_put", "index_put_", "_unsafe_index_put", "nll_loss_forward"), (0, 2)),
+        **dict.fromkeys(("index_add", "index_add_"), (0, 3)),
+        **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), (0, 6)),
+    }.items()
+}
+# Norms accept weights that are wider than their input, and no narrower ones.
+_NORMS = {
+    getattr(torch.ops.aten, name).default: places
+    for name, places in {
+        "native_layer_norm": (0, 2, 3),
+        **dict.fromkeys(("native_group_norm", "native_batch_norm", "_native_batch_norm_legit"), (0, 1, 2)),
+    }.items()
+}
+
+
+def _check_types(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise what a real kernel raises for tensors of several types.
+
+    Raises:
+        RuntimeError: the types differ.
+    """
+    places = _ONE_TYPE.get(func) or _NORMS.get(func)
+    if places is None:
+        return
+    types = [args[place].dtype for place in places if place < len(args) and args[place] is not None]
+    if len(set(types)) == 1 or (func in _NORMS and types[0] in HALVES):
+        return
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(types))
+    raise RuntimeError(f"tensors of {func.overloadpacket} must have the same dtype, but got {names}")
+
+
 _PUT_MEMORY = torch.ops.aten.set_.source_Storage_storage_offset
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_WORKSPACE = 3  # which of its results
@@ -127,6 +165,7 @@ class ValuesOnRequest(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
         if func is FLOAT8_PRODUCT:  # it has no fake result; PyTorch would multiply zeros
             return (kwargs or {})["out"]
+        _check_types(func, args)
         if func in _MADE_WHOLE:
             return _with_whole_storage(func(*args, **(kwargs or {})), *args[:2])
         if func is _RNN and args[0].device == HOST and torch.is_grad_enabled():

@@ -30,7 +30,8 @@ from fsdp_lab.workloads.user.step import parts_of_model
 
 MIXED = "mixed torch.Tensor and DTensor"
 _NAMED = 2  # parameters of a unit
-TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
+# Parts of what PyTorch raises for tensors of several types.
+TYPES = ("have the same dtype", "scalar type", "should be the same", "dtypes match", "Found dtype")
 _NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Half)")
 
 
