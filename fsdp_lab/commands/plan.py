@@ -8,7 +8,7 @@ python -m fsdp_lab.plan diff old.lock.json plan.lock.json                 --mark
 Prints the sharding units, the collectives of the second optimizer step in order, its FLOPs, and what is held at the
 peak; with a device (forecast.device=h100_sxm) also the predicted time. Without one it is for GPUs. -m: every cell of a
 grid, in one file. Everything else is an override of fsdp_lab, as of python -m fsdp_lab.forecast. Its own keys:
-  lock         write the plan to this file
+  lock         write the plan to this file; if it is there, with its overrides, and those that follow
   check        compare the plan with this file
   plan.peak, plan.sent, plan.units, plan.flops   with check, relative changes to ignore, such as 1% (0): of the peak, of
                the bytes of collectives and of units, and of FLOPs
@@ -20,9 +20,11 @@ largest first; 130: interrupted.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import starmap
 from pathlib import Path
@@ -112,12 +114,14 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
     file, before = own.get("lock"), plan_lock.read_lock(Path(own["check"])) if "check" in own else None
     if before is None and (useless := [key for key in own if key in TOLERANCES]):
         raise ConfigError(f"{useless[0]}={own[useless[0]]} has an effect with check=<a lock> only; leave it out.")
-    if before is not None:
-        if file is not None:
-            raise ConfigError(f"lock={file} with check={own['check']}: a check writes nothing; use one of them.")
-        overrides, multirun = with_overrides(before.overrides, overrides), multirun or before.multirun
+    if before is not None and file is not None:
+        raise ConfigError(f"lock={file} with check={own['check']}: a check writes nothing; use one of them.")
+    typed, kept = overrides, before or _kept(file)
+    if kept is not None:
+        overrides, multirun = with_overrides(kept.overrides, overrides), multirun or kept.multirun
     allowed = TOLERANCES | {key: _share(key, text) for key, text in own.items() if key in TOLERANCES}
-    plan, swept = _planned(overrides, multirun, own.get("check"))
+    source = f"check={own['check']}" if before else f"lock={file}, which has {' '.join(kept.overrides)}" if kept else ""
+    plan, swept = _planned(overrides, multirun, source)
     if file is not None and any(trial.config.cluster.num_workers is None for trial in plan.trials):
         raise ConfigError(
             f"lock={file} needs cluster.num_workers: without it, it is this machine's GPUs, and the file is checked on "
@@ -133,24 +137,34 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
     made = [one for one in plans.values() if isinstance(one, StepPlan)]
     after = plan_lock.lock_of(made, overrides, multirun)
     if before is not None:
-        return show_changes(own["check"], before, after, allowed)
+        accept = " ".join(["python -m fsdp_lab.plan", f"lock={own['check']}", *map(shlex.quote, typed)])
+        return show_changes(own["check"], before, after, allowed, accept)
     for one in made:
         show(console, one)
     if file is not None:
         plan_lock.write_lock(Path(file), after)
+        for text in plan_lock.origins(kept, after) if kept is not None else ():
+            console.print(f"differs: {text}", highlight=False, markup=False)
         console.print(f"written: {file}", highlight=False, markup=False)
     return ExitCode.finished
 
 
-def _planned(overrides: list[str], multirun: bool, lock: str | None) -> tuple[Plan, list[str]]:
-    """Return the configurations, and the keys that differ between them. An error names their lock."""
+def _kept(file: str | None) -> Lock | None:
+    """Return the lock in a file that will be written again; None: there is none that can be read."""
+    with suppress(UserError):
+        return plan_lock.read_lock(Path(file)) if file is not None else None
+    return None
+
+
+def _planned(overrides: list[str], multirun: bool, source: str) -> tuple[Plan, list[str]]:
+    """Return the configurations, and the keys that differ between them. An error names the overrides' `source`."""
     try:
         return plan_forecasts(overrides, multirun)
     except Exception as error:
-        message = explain(error) if lock else None
+        message = explain(error) if source else None
         if message is None:
             raise
-        raise UserError(f"check={lock}: {message}") from error
+        raise UserError(f"{source}: {message}") from error
 
 
 def _share(key: str, text: str) -> float:
@@ -215,11 +229,15 @@ def _cell(name: str, value: object) -> str:
     return size_text(value) if name in _BYTES else f"{value:,}"
 
 
-def show_changes(file: str, before: Lock, after: Lock, allowed: Mapping[str, float] = TOLERANCES) -> int:
-    """Print what has changed since a lock, and return the exit status."""
+def show_changes(
+    file: str, before: Lock, after: Lock, allowed: Mapping[str, float] = TOLERANCES, accept: str = ""
+) -> int:
+    """Print what has changed since a lock, and the command that accepts it; return the exit status."""
     found = plan_lock.changes(before, after, allowed)
     for line in (*(f"differs: {text}" for text in plan_lock.origins(before, after)), *found):
         print(line)
+    if found and accept:
+        print(f"to accept this, and for the next check: {accept}")
     print(f"{file}: {'changed' if found else 'nothing has changed'}")
     return CHANGED if found else ExitCode.finished
 

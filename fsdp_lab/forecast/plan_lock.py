@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from math import inf
 from pathlib import Path
@@ -85,9 +86,18 @@ def read_lock(file: Path) -> Lock:
     Raises:
         UserError: there is none, it is damaged, or it has another schema or is of a newer version.
     """
+    with suppress(OSError, UnicodeDecodeError):  # which `read_object` reports
+        if "\n<<<<<<< " in file.read_text():
+            raise UserError(
+                f"{file} has conflict markers of git; take one side (git checkout --ours {file}), then write it again "
+                f"with lock={file}, which keeps its overrides."
+            )
     content = read_object(file, _REMEDY.format(file=file))
     if content is None:
-        raise UserError(f"{file}: there is no such file; write it with lock={file}.")
+        raise UserError(
+            f"{file}: there is no such file; write it with lock={file}. The same command needs "
+            "the model, its settings and cluster.num_workers: python -m fsdp_lab.plan --help."
+        )
     schema, by = content.get("schema"), str(content.get("fsdp_lab"))
     if schema != SCHEMA or _version(by) > _version(fsdp_lab.__version__):
         raise UserError(
@@ -160,7 +170,8 @@ def _changes(before: StepPlan, after: StepPlan, allowed: Mapping[str, float]) ->
     if _relative(was, now) > allowed["plan.step"]:
         why = f": {after.no_time}" if after.no_time else ""
         old, new = (f"{four_digits(ms)} ms" if ms else "unknown" for ms in (was, now))
-        yield Change(0, _relative(was, now), f"predicted step {old} → {new}{why}")
+        share = f" ({_percent(was, now)})" if was and now else ""
+        yield Change(0, _relative(was, now), f"predicted step {old} → {new}{share}{why}")
 
 
 def _details(before: StepPlan, after: StepPlan, allowed: Mapping[str, float]) -> Iterator[Change]:
@@ -207,7 +218,7 @@ def _why(was: Unit, now: Unit, what: str) -> str:
     if old and new and old != new:
         return f"{new} was {old}"
     if was.parameters != now.parameters:
-        return f"{now.parameters:,} parameters were {was.parameters:,}"
+        return f"{was.parameters:,} → {now.parameters:,} parameters"
     if not was.gathered or not now.gathered:
         return "each rank had all of it" if now.gathered else "each rank has all of it"
     return "over another number of ranks"
@@ -260,11 +271,9 @@ def _flops_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterato
         was, now = (one.get((kind, phase), 0) for one in (old, new))
         if _relative(was, now) > allowed:
             again = phase == "backward" and old.get((kind, "forward")) == new.get((kind, "forward"))
-            why = (
-                f": parts of the forward pass are {'no longer ' if now < was else ''}computed again, or more is trained"
-                if again
-                else ""
-            )
+            less = "no longer computed again, or less is trained"
+            how = less if now < was else "computed again, or more is trained"
+            why = f": parts of the forward pass are {how}" if again else ""
             text = f"{kind} FLOPs in {phase}: {was:.4g} → {now:.4g} ({_percent(was, now)}){why}"
             yield Change(0, _relative(was, now), text)
 

@@ -242,7 +242,34 @@ def test_an_unchanged_plan_passes_and_a_change_within_its_tolerance_too(locked: 
     write_lock(locked / "more.json", replace(lock, plans=[larger]))
     done = plan_here(locked, "check=more.json")
     assert done.returncode == 3 and "peak" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[-2].endswith(": python -m fsdp_lab.plan lock=more.json")
     assert plan_here(locked, "check=more.json", "plan.peak=2%").returncode == 0
+
+
+def test_a_lock_is_written_again_with_its_overrides(locked: Path, tmp_path: Path):
+    """And with those that are typed. Else a change that is accepted would make a plan of the default model."""
+    shutil.copy(locked / "plan.lock.json", tmp_path)
+    before = read_lock(tmp_path / "plan.lock.json")
+    done = plan_here(tmp_path, "check=plan.lock.json", "model.num_layers=5", "cluster.num_workers=2")
+    (accept,) = re.findall("to accept this.*: python -m fsdp_lab.plan (.*)", done.stdout)
+    done = plan_here(tmp_path, *accept.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(
+        "differs: model.num_layers=5 was not set\ndiffers: cluster.num_workers=2 was 4\nwritten: plan.lock.json\n"
+    )
+    after = read_lock(tmp_path / "plan.lock.json")
+    assert {*before.overrides} - {"cluster.num_workers=4"} < {*after.overrides}
+    assert plan_here(tmp_path, "check=plan.lock.json").returncode == 0
+    done = plan_here(tmp_path, "lock=plan.lock.json", "model.foo=1")
+    assert done.returncode == 2 and "lock=plan.lock.json, which has model=mlp sharding=per_layer" in done.stderr
+
+
+def test_a_merge_that_was_not_finished_is_named(locked: Path, tmp_path: Path):
+    text = (locked / "plan.lock.json").read_text()
+    file = tmp_path / "plan.lock.json"
+    file.write_text(text.replace('"plans"', f"\n<<<<<<< HEAD\n{text[:40]}\n=======\n>>>>>>> other\n" + '"plans"'))
+    done = plan_here(tmp_path, "check=plan.lock.json")
+    assert done.returncode == 2 and "has conflict markers of git; take one side" in done.stderr
 
 
 def lock_by(torch_version: str, plan: StepPlan, *overrides: str) -> Lock:
