@@ -12,7 +12,7 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` eve
   forecast.capacity_gib        memory of one device: adds whether a setting fits
   forecast.network_gbit        Gbit/s of a node, all its adapters together; null: the device file assumes it, and ranges
                                over several nodes cover half and twice of that
-  forecast.solve               batch: adds the most images that fit one worker at once; gpus: the fewest workers, with
+  forecast.solve               batch: adds the most samples that fit one worker at once; gpus: the fewest workers, with
                                the same global batch, or as ${per_worker:N} says; capacity: the least memory
   forecast.usd_per_gpu_hour    adds the dollars of a million tokens or images, and of forecast.tokens=1e12
   forecast.lengths             a file with a line `length count` for each length of a row: forecasts some of them
@@ -42,7 +42,8 @@ fastest, comes first:
   bound        the resource that limits the step most: compute, gather, scatter, tp (what tensor-parallel layers send),
                transfer (offload), launch
 use=pytorch prints the recommended setting as a function of plain PyTorch instead.
-Memory columns that are zero in every row are left out, and settings beyond the best 24; the CSV has all of them.
+Memory columns that are zero in every row are left out: gradients, where the peak is before they exist. So are settings
+beyond the best 24; the CSV has all of them.
 """
 
 from __future__ import annotations

@@ -264,7 +264,8 @@ METRICS = (
         better="min", is_speed=True, form="{:.2f}", scale=1e-3, csv=_SHOWN,
     ),
     Metric(
-        "perf/mfu", "MFU", "", "the share of the device's peak FLOP/s that the model used, if the peak is known",
+        "perf/mfu", "MFU", "", "the share of the device's peak FLOP/s that the model used, if the peak is known; "
+        "causal attention counts whole",
         better="max", is_speed=True, form="{:.3f}", csv=_SHOWN, report=Column(last=True),
     ),
     Metric(

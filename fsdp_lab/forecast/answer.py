@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WORKERS, BATCH = "cluster.num_workers", "training.global_batch_size"
 CONDITIONS = (WORKERS, "forecast.device", BATCH)  # each value has its own answer
-_WAITS = 0.25  # share of a step that gathers and scatters bound, above which hybrid sharding is suggested
+_WAITS = 0.1  # share of a step that gathers and scatters bound, above which hybrid sharding is suggested
 
 
 @dataclass(frozen=True)

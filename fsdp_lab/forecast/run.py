@@ -90,7 +90,7 @@ def _in_pool(
     alike: dict[str, list[str]] = {}
     for key, request in requests.items():
         alike.setdefault(request.step, []).append(key)
-    with Pool(_answer_all, processes, LIMIT_S) as pool:
+    with Pool(_answer_all, processes, LIMIT_S * max(map(len, alike.values()))) as pool:
         futures = {pool.submit([requests[key] for key in keys]): keys for keys in alike.values()}
         waiting = set(futures)
         while waiting and not (stop and stop.is_set()):
