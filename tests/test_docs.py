@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
@@ -321,6 +321,28 @@ def test_limitations_say_what_committed_runs_on_gpus_have_seen():
         peaks = sum("peak_bytes" in row["figures"] for row in table["rows"]) + len(table.get("recomputed", ()))
         assert f"{table['device'].removeprefix('NVIDIA ')} with PyTorch {table['torch'][:4]}" in page
         assert f"losses of {losses} settings, {peaks} peaks of memory" in page
+
+
+_BESIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")  # read with the site
+_LONGEST, _MOST_WORDS = 25, 24_000  # words of a sentence, and of all pages
+
+
+def _sentences(page: str) -> Iterator[str]:
+    """Yield the sentences of a page, without its blocks, tables and headings; code and a link count as a word each."""
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    for part in re.split(r"\n\s*\n|\n *- |\n\d+\. |\n\|[^\n]*|\n#+ [^\n]*", text):
+        part = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "CODE", " ".join(part.split())))
+        yield from re.split(r"(?<=[.!?:;])\s+", part)
+
+
+def test_pages_are_short_and_so_are_their_sentences():
+    """Claims are generated from the tests, and not counted."""
+    files = [file for pattern in PAGES for file in ROOT.glob(pattern) if file.name != "claims.md"]
+    files.append(ROOT / "CHANGELOG.md")
+    sentences = ((file.name, one) for file in files for one in _sentences(file.read_text()))
+    assert [(name, one) for name, one in sentences if len(one.split()) > _LONGEST] == []
+    site = [file for file in files if file.is_relative_to(ROOT / "docs") or file in [ROOT / name for name in _BESIDE]]
+    assert sum(len(file.read_text().split()) for file in site) <= _MOST_WORDS
 
 
 def test_links_of_pages_beside_the_site_lead_to_files():

@@ -291,8 +291,8 @@ class TaskConfig:
     metrics: Optional[str] = key(None)
     """For `custom`: path to `f(model, batch)` that returns `{name: (sum, count)}` in validation."""
     unit: Optional[str] = key(None, _is_unit)
-    """What speed counts: `samples` or `tokens`; null: the task's own. Tokens of your batches are those of `input_ids`,
-    else of `labels`, else of the first rows of whole numbers, else the count that your loss returns."""
+    """What speed counts: `samples` or `tokens`; null: the task's own. Tokens of your batches are those of the first of
+    these: `input_ids`, `labels`, the first rows of whole numbers, the count that your loss returns."""
     step: Optional[str] = key(None)
     """For `custom`: path to `f(parts, run)`, your step of several losses.
 
