@@ -260,10 +260,11 @@ def no_ray(named: str, error: Exception) -> UserError:
 
 
 def wrong_token(named: str) -> UserError:
+    off = " If the cluster has tokens off, unset RAY_AUTH_MODE." if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     return UserError(
         f"{named}: this Ray cluster asks for an authentication token, and none was given, or the one "
         "that was given does not match; set RAY_AUTH_MODE=token, and put the cluster's token into RAY_AUTH_TOKEN, the "
-        "file of RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token: `ray get-auth-token` on its head node prints it."
+        f"file of RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token: `ray get-auth-token` on its head node prints it.{off}"
     )
 
 

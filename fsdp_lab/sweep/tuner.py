@@ -322,7 +322,10 @@ class TuneCallback(TrialProgressCallback):
                 config = self._sweep.config_of(number)
                 needed = resources_text(self._places.needed(config))
                 limit = f"cluster.wait_timeout_s={config.cluster.wait_timeout_s:g}"
-                self._log(number, f" waits for {needed}; it gives up after {limit} s")
+                self._log(
+                    number,
+                    f" has no worker yet: it waits for {needed}, or they still start; it gives up after {limit} s",
+                )
 
     def _log(self, number: int, what: str) -> None:
         self._sweep.log(f"{label(self._sweep.trials[number].trial)}{what}")

@@ -1,6 +1,7 @@
 """The axes of a sweep, one file per axis.
 
-To add one, write its file, list it here, and put its keys into `trial.py`. The training code is in `fsdp_lab/training`.
+To add one, write its file, list it here, and make the dataclass of its keys a base class
+of its group in `trial.py` or `training.py`. The training code is in `fsdp_lab/training`.
 """
 
 from __future__ import annotations

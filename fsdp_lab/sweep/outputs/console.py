@@ -75,7 +75,7 @@ class Console:
 
     def began(self, number: int) -> None:
         state = self._sweep.trials[number]
-        from_epoch = f", from epoch {state.epochs_before}" if state.epochs_before else ""
+        from_epoch = f", from epoch {state.epochs_before} (finished)" if state.epochs_before else ""
         self.log(f"{label(state.trial)} starts{from_epoch}: {run_name(state.trial, self._sweep.swept)}")
 
     def facts(self, number: int) -> None:
