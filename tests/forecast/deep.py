@@ -136,7 +136,7 @@ class ByLength(Equal):
         rows = self.embed(rows)
         for place, block in enumerate(self.blocks):
             rows = block(rows) / len(self.blocks)
-            rows = rows.float() * 2 if place == len(self.blocks) - 1 else rows
+            rows = (rows.float() * 2).to(rows.dtype) if place == len(self.blocks) - 1 else rows
         return self.head(rows.mean(1))
 
 
@@ -198,7 +198,7 @@ class PartlyCast(Equal):
             with torch.autocast("cuda", dtype=torch.bfloat16, enabled=place >= 10):
                 rows = block(rows)
             rows = rows.float()
-        return self.head(rows.mean(1))
+        return self.head(rows.mean(1).to(self.head.weight.dtype))
 
 
 class Dropping(Block):
@@ -219,6 +219,14 @@ class PartlyTraining(Equal):
         return self
 
 
+def wide(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+    return tensor.double(), tensor.dtype
+
+
+def narrow(kept: tuple[Tensor, torch.dtype]) -> Tensor:
+    return kept[0].to(kept[1])
+
+
 class PartlyPacked(Equal):
     """Keeps what half of its blocks need for the backward pass in another type."""
 
@@ -226,7 +234,7 @@ class PartlyPacked(Equal):
         rows = self.embed(rows)
         for place, block in enumerate(self.blocks):
             if place >= 10:
-                with torch.autograd.graph.saved_tensors_hooks(Tensor.double, Tensor.float):
+                with torch.autograd.graph.saved_tensors_hooks(wide, narrow):
                     rows = block(rows)
             else:
                 rows = block(rows)

@@ -165,7 +165,7 @@ def test_the_slow_rank_of_the_page_is_named(tmp_path: Path) -> None:
     code, after = page.partition("```python\n# my_project/slow.py\n")[2].split("```\n", 1)
     command, shown = (
         after.partition("python -m ")[2].partition("\n")[0],
-        after.partition("] note: ")[2].partition(", they")[0],
+        after.partition("] note: ")[2].partition(", the others")[0],
     )
     (tmp_path / "my_project").mkdir()
     (tmp_path / "my_project/slow.py").write_text(code)
