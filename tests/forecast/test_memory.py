@@ -157,7 +157,6 @@ def test_every_cell_of_the_four_axes_is_forecast_to_the_byte(model: str, step: i
     ("model", "shardings"),
     [
         pytest.param("vit", ["root"], marks=pytest.mark.ci),
-        pytest.param("hf gpt2", ["ddp"], marks=pytest.mark.ci),
         *(pytest.param(model, [*SHARDINGS], marks=pytest.mark.full) for model in ("language", "vit", "hf gpt2")),
     ],
 )

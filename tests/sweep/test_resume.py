@@ -149,7 +149,7 @@ def test_what_a_resume_changes_may_be_changed_back_and_is_marked_after_a_kill(fo
     assert SweepFolder(out).trials[2].epochs[-1]["epoch"] == 2
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_search_that_is_resumed_with_other_settings_marks_what_it_draws(tmp_path: Path):
     words = ["-m", "optimizer.lr=interval(0.001,0.1)", "search=random", "search.num_trials=1", *INLINE]
     assert run_cli(tmp_path, *words).returncode == 0
