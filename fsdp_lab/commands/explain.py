@@ -96,7 +96,9 @@ def _read(source: Path) -> tuple[Shortage, list[str]]:
         try:
             known = [str(word) for word in yaml.safe_load(overrides.read_text(encoding="utf-8"))]
         except (OSError, ValueError, TypeError, yaml.YAMLError):
-            raise UserError(f"{source} is no trial's folder: {overrides} cannot be read.") from None
+            raise UserError(
+                f"{source} is no trial's folder: {overrides} cannot be read; name a log, and its overrides after it."
+            ) from None
         logs = [log for pattern in _LOGS for log in sorted(source.glob(pattern))]
         found = (read_message(log.read_text(encoding="utf-8", errors="replace")) for log in logs)
         shortage, where = next((one for one in found if one is not None), None), f"{source}/{', '.join(_LOGS)}"
@@ -105,7 +107,10 @@ def _read(source: Path) -> tuple[Shortage, list[str]]:
     else:
         shortage, known, where = read_message(source.read_text(encoding="utf-8", errors="replace")), [], str(source)
     if shortage is None:
-        raise UserError(f"{where}: no message of a GPU whose memory ran out (out of memory. Tried to allocate ...).")
+        raise UserError(
+            f"{where}: no message of a GPU whose memory ran out (out of memory. Tried to allocate ...); name the log "
+            "that has it."
+        )
     return shortage, known
 
 

@@ -50,7 +50,7 @@ class NoForecast:
         at: the line that raised it: of the user's code if there is one.
     """
 
-    code: Literal["model_error", "user_error", "not_followed", "error", "lost", "cancelled"]
+    code: Literal["model_error", "user_error", "not_followed", "error", "lost", "late", "cancelled"]
     text: str = ""
     error: str = ""
     at: str = ""

@@ -143,7 +143,9 @@ def read_snapshot(path: Path) -> Shortage:
         raise
     except Exception as error:  # noqa: BLE001 (a damaged pickle may raise anything)
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"{path} is no snapshot of PyTorch's allocator ({why}).") from None
+        raise UserError(
+            f"{path} is no snapshot of PyTorch's allocator ({why}); torch.cuda.memory._dump_snapshot writes one."
+        ) from None
     raise UserError(f"{path} has no allocation that failed; record the history until the error, then write it.")
 
 

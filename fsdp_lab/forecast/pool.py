@@ -23,12 +23,16 @@ class NoAnswerError(Exception):
     """What happened to the process with the question: text to follow "its process"."""
 
 
+class LateError(NoAnswerError):
+    """It exceeded the limit. Another try would, too."""
+
+
 class Pool:
     """Calls `answer(question)` in its own processes. Use it as a context, which kills them at its end.
 
     A process starts when it is needed and serves until one of its answers fails. It ends with this process, however
-    this one ends. A future raises `NoAnswerError` if its process died, did not start or exceeded the limit; other
-    questions are not affected.
+    this one ends. A future raises `NoAnswerError` if its process died or did not start, and `LateError` if
+    it exceeded the limit; other questions are not affected.
     """
 
     def __init__(self, answer: Callable[[Any], Any], num_processes: int, limit_s: float) -> None:
@@ -114,7 +118,7 @@ class _Child:
         except (EOFError, OSError):
             self._wait()
             raise NoAnswerError(_how(self._process.returncode)) from None
-        raise NoAnswerError(f"did not answer within {limit_s:g} s")
+        raise LateError(f"did not answer within {limit_s:g} s")
 
     def kill(self) -> None:
         self._process.kill()

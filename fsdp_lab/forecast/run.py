@@ -13,7 +13,7 @@ from typing import Literal, Self
 from fsdp_lab.config import ModelError, UserError
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
-from fsdp_lab.forecast.pool import NoAnswerError, Pool
+from fsdp_lab.forecast.pool import LateError, NoAnswerError, Pool
 from fsdp_lab.forecast.request import Request
 from fsdp_lab.machine.hardware import num_cpus
 
@@ -114,7 +114,7 @@ def _result(request: Request, answer: Future[Forecast]) -> Forecast:
     try:
         return answer.result()
     except NoAnswerError as error:
-        return _without(request, NoForecast("lost", str(error)))
+        return _without(request, NoForecast("late" if isinstance(error, LateError) else "lost", str(error)))
     except CancelledError:
         return _without(request, NoForecast("cancelled"))
 

@@ -107,7 +107,7 @@ _CRASH = "9/20 Fatal Python error: Segmentation fault\n"  # behind a progress ba
     [
         (pickle.loads(pickle.dumps(_OF_A_RANK)), "", "here", False, "error", "rank 1: FileNotFoundError: /out/3"),
         (OutOfMemoryError("killed"), "", "here", False, "host_out_of_memory", "was killed: the host is out of memory"),
-        (RayActorError(), "", "here", False, "killed", "rank 1: its process ended without an error, as if killed"),
+        (RayActorError(), "", "here", False, "killed", "rank 1: its process ended without an error, as if killed; `dm"),
         (RayActorError(), "", "here", True, "host_out_of_memory", "the host is out of memory"),
         (RayActorError(), "", "there", True, "killed", "if memory ran out on 10.0.0.1, that may be why"),
         (RayActorError(), _CRASH, "here", True, "crashed", "crashed: Segmentation fault"),

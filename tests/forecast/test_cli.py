@@ -10,9 +10,11 @@ import sys
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from fsdp_lab.forecast import run
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.forecast.request import Request
@@ -121,6 +123,14 @@ def test_a_search_loses_a_forecast_with_its_process_and_no_other():
         unwanted = forecaster.submit(heavy)
     error = forecaster.result(unwanted, heavy).error
     assert error and "not made" in str(no_forecast_text(error)), "nobody waits for it any more"
+
+
+def test_a_late_forecast_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "LIMIT_S", 0.1)
+    with mock.patch.object(run, "Pool", wraps=Pool) as pools:
+        (made,) = run.forecast_all([Request.of(config("model=mlp"), 2)])
+    assert pools.call_count == 1
+    assert made.error and "did not answer within 0.1 s; forecast fewer" in str(no_forecast_text(made.error))
 
 
 def test_a_process_that_dies_or_is_late_costs_one_answer():
