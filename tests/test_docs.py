@@ -237,7 +237,7 @@ def test_the_script_of_your_model_runs(project: Path):
 _ANSWER = (
     r"Recommended: sharding=\w+ reshard_after_forward=\w+: [\d,.]+ samples/s, [\d.]+ MiB at the peak, ?",
     r"val/loss 1\.608\.",
-    r"(?:It|Tied) .*",
+    r"(?:It|In these it|Tied) .*",
     r"Compared with it, changing:",
     *3 * [r"  .* the speed(?: \(tied\))?, .* the same val/loss"],
     r"4 settings have the losses of a plain loop of your model \(3 steps, (?:to \d+e-\d+|exactly)\)\.",
