@@ -24,7 +24,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import starmap
 from pathlib import Path
@@ -150,10 +149,12 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
 
 
 def _kept(file: str | None) -> Lock | None:
-    """Return the lock in a file that will be written again; None: there is none that can be read."""
-    with suppress(UserError):
-        return plan_lock.read_lock(Path(file)) if file is not None else None
-    return None
+    """Return the lock in a file that will be written again; None: there is no such file.
+
+    Raises:
+        UserError: it cannot be read, so its overrides would be lost.
+    """
+    return plan_lock.read_lock(Path(file)) if file is not None and Path(file).is_file() else None
 
 
 def _planned(overrides: list[str], multirun: bool, source: str) -> tuple[Plan, list[str]]:

@@ -25,7 +25,7 @@ SCHEMA = 1
 # Relative changes to ignore. Peak, bytes of collectives and of units, and FLOPs are exact. The predicted time changes
 # with the figures of a device.
 TOLERANCES = {"plan.peak": 0.0, "plan.sent": 0.0, "plan.units": 0.0, "plan.flops": 0.0, "plan.step": 0.01}
-_REMEDY = "restore it from the repository, or write it again with lock={file}"
+_REMEDY = "restore it from the repository, or remove it and write it again with lock={file} and all overrides"
 # The lines that a tolerance allows to change if no sum changes.
 _COVERED = {
     "plan.peak": ("peaks", "categories", "largest"), "plan.sent": ("collectives",), "plan.units": ("units",),
@@ -102,7 +102,7 @@ def read_lock(file: Path) -> Lock:
     if schema != SCHEMA or _version(by) > _version(fsdp_lab.__version__):
         raise UserError(
             f"{file} has schema {schema} of fsdp_lab {by}, and this is schema {SCHEMA} of fsdp_lab "
-            f"{fsdp_lab.__version__}; use that version, or write the file again with lock={file}."
+            f"{fsdp_lab.__version__}; use that version, or remove the file and write it again with lock={file}."
         )
     try:
         if not all(0 <= number <= _LARGEST for number in _numbers(content)):

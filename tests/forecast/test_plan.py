@@ -268,8 +268,11 @@ def test_a_merge_that_was_not_finished_is_named(locked: Path, tmp_path: Path):
     text = (locked / "plan.lock.json").read_text()
     file = tmp_path / "plan.lock.json"
     file.write_text(text.replace('"plans"', f"\n<<<<<<< HEAD\n{text[:40]}\n=======\n>>>>>>> other\n" + '"plans"'))
-    done = plan_here(tmp_path, "check=plan.lock.json")
-    assert done.returncode == 2 and "has conflict markers of git; take one side" in done.stderr
+    before = file.read_text()
+    for words in (["check=plan.lock.json"], ["lock=plan.lock.json", "cluster.num_workers=8"]):
+        done = plan_here(tmp_path, *words)
+        assert done.returncode == 2 and "has conflict markers of git; take one side" in done.stderr
+    assert file.read_text() == before, "its overrides would be lost"
 
 
 def lock_by(torch_version: str, plan: StepPlan, *overrides: str) -> Lock:

@@ -131,7 +131,7 @@ def test_a_device_of_the_users_folder_has_a_name_in_every_process(tmp_path: Path
     assert is_device("mine") is not None
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_probed_cpu_knows_the_order_of_steps(tmp_path: Path):
     """Two gloo ranks, whose cores others may use: of two steps that took 1.3 times as long as each other, four in five
     are in the right order."""
