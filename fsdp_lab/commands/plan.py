@@ -53,6 +53,7 @@ from fsdp_lab.sweep.plan import Plan
 
 CHANGED = 3
 _BYTES, _FIGURES = ("sharded", "gathered", "bytes"), ("before", "after", "change")  # columns
+_UNSHOWN = ("weights", "trained")
 _FEW = 4  # settings per process, which first imports PyTorch
 
 
@@ -142,8 +143,9 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
         show(console, one)
     if file is not None:
         plan_lock.write_lock(Path(file), after)
-        for text in plan_lock.origins(kept, after) if kept is not None else ():
-            console.print(f"differs: {text}", highlight=False, markup=False)
+        if kept is not None:
+            differs = (f"differs: {text}" for text in plan_lock.origins(kept, after))
+            console.print(*differs, *plan_lock.changes(kept, after), sep="\n", highlight=False, markup=False)
         console.print(f"written: {file}", highlight=False, markup=False)
     return ExitCode.finished
 
@@ -215,9 +217,8 @@ def show(console: Console, plan: StepPlan) -> None:
 
 
 def table(title: str, rows: Sequence[Mapping[str, object]]) -> FittingTable:
-    """Return rows as a table, without their `weights`."""
     columns = []
-    for name in [name for name in rows[0] if name != "weights"] if rows else ():
+    for name in [name for name in rows[0] if name not in _UNSHOWN] if rows else ():
         cells = [_cell(name, row[name]) for row in rows]
         is_text = isinstance(rows[0][name], str) and name not in _FIGURES
         columns.append(Column(name, cells, justify="left" if is_text else "right"))
@@ -237,9 +238,12 @@ def show_changes(
     found = plan_lock.changes(before, after, allowed)
     for line in (*(f"differs: {text}" for text in plan_lock.origins(before, after)), *found):
         print(line)
+    if found and before.torch != after.torch:
+        print(f"some of this may come from PyTorch: a check with {before.torch}, which wrote the file, shows the rest")
     if found and accept:
         print(f"to accept this, and for the next check: {accept}")
-    print(f"{file}: {'changed' if found else 'nothing has changed'}")
+    beyond = " ".join(f"{key}={share:g}" for key, share in allowed.items() if share > TOLERANCES[key])
+    print(f"{file}: {'changed' if found else 'nothing has changed'}{f' beyond {beyond}' if beyond else ''}")
     return CHANGED if found else ExitCode.finished
 
 

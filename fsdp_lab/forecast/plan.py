@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ROOT, NO_UNIT = "<root>", "-"
 OPERATIONS = {Kind.gather: "all_gather", Kind.scatter: "reduce_scatter", Kind.reduce: "all_reduce"}
 _LARGEST = 5
+_MODULES = 3  # to name per kind of operator
 _BEFORE = ("param", "optimizer", "buffer", "input")  # categories that exist before the step
 
 
@@ -48,9 +49,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Work:
+    """The FLOPs of a kind of operator in a phase and type, and the modules that have most of them."""
+
     kind: str
     phase: str
+    dtype: str
     flops: int
+    modules: str
 
 
 @dataclass(frozen=True)
@@ -153,10 +158,14 @@ def plan_of(step: Step, setting: str, workers: int, device: str) -> StepPlan:
     """Return the plan of a step that was traced, without its time."""
     units, labels = _units(step.units)
     plan = StepPlan(setting, workers, device, units, _collectives(step.program, labels))
-    flops = Counter[tuple[str, str]]()
+    flops: dict[tuple[str, str, str], Counter[str]] = {}
     for one in step.program:
-        flops[one.kind.value, one.phase] += int(one.flops)
-    plan.flops.extend(Work(*key, count) for key, count in sorted(flops.items()) if count)
+        if one.flops:
+            of = flops.setdefault((one.kind.value, one.phase, one.dtype), Counter())
+            of[pattern(one.module) or NO_UNIT] += int(one.flops)
+    for key, of in sorted(flops.items()):
+        largest = sorted(of, key=lambda name: (-of[name], name))[:_MODULES]
+        plan.flops.append(Work(*key, of.total(), ", ".join(largest)))
     for place in PLACES:
         if (peak := step.profile.peak(place)) is not None:
             _add_peak(plan, step.profile, place, peak, labels)
@@ -168,7 +177,8 @@ def _units(units: Sequence[Unit]) -> tuple[list[Unit], dict[str, str]]:
     alike: dict[tuple[str, Unit], list[Unit]] = {}
     units = [replace(unit, unit=unit.unit or ROOT) for unit in units]
     for unit in units:
-        alike.setdefault((pattern(unit.unit), replace(unit, unit="", weights=pattern(unit.weights))), []).append(unit)
+        same = replace(unit, unit="", weights=pattern(unit.weights), trained=0)
+        alike.setdefault((pattern(unit.unit), same), []).append(unit)
     rows, labels = [], dict[str, str]()
     for (_, row), some in alike.items():
         if len(some) == 1:
@@ -177,7 +187,7 @@ def _units(units: Sequence[Unit]) -> tuple[list[Unit], dict[str, str]]:
             patterns = shortened([one.unit for one in some], [one.unit for one in units])
             label = patterns[0] if len(patterns) == 1 else f"{some[0].unit} ... {some[-1].unit}"
         labels |= dict.fromkeys((one.unit for one in some), label)
-        rows.append(replace(row, unit=label, count=len(some)))
+        rows.append(replace(row, unit=label, count=len(some), trained=sum(one.trained for one in some)))
     return rows, labels
 
 

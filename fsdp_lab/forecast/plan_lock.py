@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -31,6 +32,7 @@ _COVERED = {
     "plan.peak": ("peaks", "categories", "largest"), "plan.sent": ("collectives",), "plan.units": ("units",),
     "plan.flops": ("flops",), "plan.step": ("time", "no_time"),
 }  # fmt: skip
+_SHARE = 0.001  # of the FLOPs of a phase, above which another type is named
 _EXPLAINED = 0.8  # the named categories explain at least this share of a peak's change
 _OF_NO_UNIT = ("activation", "temp", "input")  # categories that no unit gathers or reduces
 _LARGEST = 2.0**63  # of a figure
@@ -193,6 +195,9 @@ def _unit_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
                 text = f"{what} bytes of {name}: {_pair(a, b)} ({_why(was, now, what)})"
                 yield Change(abs(b - a) * now.count, _relative(a, b), text)
                 break
+        if was.trained != now.trained and was.count * was.parameters == now.count * now.parameters:
+            text = f"{name}: {was.trained:,} → {now.trained:,} of {now.count * now.parameters:,} parameters are trained"
+            yield Change(0, _relative(was.trained, now.trained), text)
     gone, come = ([row for name, row in one.items() if name not in other] for one, other in ((old, new), (new, old)))
     for row in gone:
         related = [one for one in come if _is_inside(one.unit, row.unit) or _is_inside(row.unit, one.unit)]
@@ -266,7 +271,14 @@ def _total(some: Sequence[Sent]) -> tuple[int, int]:
 
 
 def _flops_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator[Change]:
-    old, new = ({(work.kind, work.phase): work.flops for work in plan.flops} for plan in (before, after))
+    old, new = (_flops(plan) for plan in (before, after))
+    for work in after.flops:  # another type alone changes no sum
+        total, of = old.get(key := (work.kind, work.phase)), [one for one in before.flops if one.dtype == work.dtype]
+        was = sum(one.flops for one in of if (one.kind, one.phase) == key) / total if total else 0.0
+        now = work.flops / new[key]
+        if total and now - was > max(allowed, _SHARE):
+            text = f"{work.kind} in {work.phase}: {_share(now)} of its FLOPs are {work.dtype}, {_share(was)} were"
+            yield Change(0, now - was, f"{text} (now {work.modules})")
     for kind, phase in dict.fromkeys([*old, *new]):
         was, now = (one.get((kind, phase), 0) for one in (old, new))
         if _relative(was, now) > allowed:
@@ -276,6 +288,18 @@ def _flops_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterato
             why = f": parts of the forward pass are {how}" if again else ""
             text = f"{kind} FLOPs in {phase}: {was:.4g} → {now:.4g} ({_percent(was, now)}){why}"
             yield Change(0, _relative(was, now), text)
+
+
+def _flops(plan: StepPlan) -> dict[tuple[str, str], int]:
+    """Return kind and phase -> FLOPs in all types."""
+    sums = Counter[tuple[str, str]]()
+    for work in plan.flops:
+        sums[work.kind, work.phase] += work.flops
+    return sums
+
+
+def _share(value: float) -> str:
+    return f"{value * 100:.3g} %"
 
 
 def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator[Change]:
@@ -295,19 +319,22 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
             or (len(some) == 1 and 2 * up * moved[others[0]] > up * moved[first])
         ):
             some.append(others.pop(0))
-        by = " and ".join(f"{name} {'+' if up > 0 else '−'}{size_text(abs(moved[name]))}" for name in some)
+        by = " and ".join(f"{name} {_signed(moved[name])}" for name in some)
+        rest = now - was - sum(moved[name] for name in some)
         larger, row = (after, new[place]) if up > 0 else (before, old[place])
         unit = next((c.unit for c in larger.categories if (c.place, c.category) == (place, first)), "")
         named = (row.weights for row in larger.units if row.unit == unit and first not in _OF_NO_UNIT)
         of = next((f", unit {unit} ({weights})" for weights in named), "")
         name = "peak" if place == "device" else f"{place} peak"
-        text = f"{name} {_pair(was, now)}: {by} {row.where}{of}"
+        text = f"{name} {_pair(was, now)}: {by} {row.where}{of}{f'; all else {_signed(rest)}' if rest else ''}"
         yield Change(abs(now - was), _relative(was, now), text)
 
 
 def figures(plan: StepPlan) -> dict[str, tuple[float, str]]:
     """Return what a table compares plans by: name -> value and text."""
     made: dict[str, tuple[float, str]] = {}
+    if trained := sum(row.trained for row in plan.units):
+        made["trained parameters"] = trained, f"{trained:,}"
     for row in plan.peaks:
         made["peak" if row.place == "device" else f"peak, {row.place}"] = row.bytes, size_text(row.bytes)
     for name in OPERATIONS.values():
@@ -367,6 +394,10 @@ def size_text(size: float) -> str:
     """Return text such as `9.47 GiB`."""
     unit, by = _scale(size)
     return f"{size:,.0f} bytes" if by == 1 else f"{significant(size / by)} {unit}"
+
+
+def _signed(size: float) -> str:
+    return f"{'+' if size > 0 else '−'}{size_text(abs(size))}"
 
 
 def _pair(was: float, now: float) -> str:

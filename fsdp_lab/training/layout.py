@@ -44,6 +44,7 @@ class Unit:
         dtype: the type that they are gathered in.
         gathered: bytes of all parameters in that type; 0: each rank has them whole.
         weights: the names of the largest parameters.
+        trained: the number of elements that get gradients; in a row, of all its units together.
     """
 
     unit: str
@@ -55,6 +56,7 @@ class Unit:
     dtype: str
     gathered: int
     weights: str
+    trained: int
 
 
 @dataclass(frozen=True)

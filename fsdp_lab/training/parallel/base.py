@@ -155,6 +155,7 @@ class Parallel:
             dtype="/".join(stored) if kept or not self.is_sharded else param_dtype,
             gathered=sum(p.numel() * w for p, w in zip(parts.values(), widths, strict=True)) * self.is_sharded,
             weights=", ".join(largest),
+            trained=sum(part.numel() for part in parts.values() if part.requires_grad),
         )
 
     def stored_bytes(self, parts: Sequence[Tensor]) -> int:
