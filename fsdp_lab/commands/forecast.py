@@ -71,6 +71,7 @@ from fsdp_lab.config.options import DEVICE_KINDS
 from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.wording import count, time_left
+from fsdp_lab.config.words import key_of
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.devices import torch_version
 from fsdp_lab.forecast.request import Request
@@ -87,6 +88,13 @@ from fsdp_lab.sweep.plan import Plan
 
 if TYPE_CHECKING:
     from fsdp_lab.forecast.answer import ForecastResult
+
+
+# Keys that change memory or speed, and that people do not think of.
+_NOT_TYPED = (
+    "activation_checkpointing", "activation_offload", "compile", "sharding.dp_replicate", "sharding.tp",
+    "training.grad_accum_steps",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -293,5 +301,11 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     if cuda and not all(request.cuda for request in requests):
         kind = "GPUs and CPUs, by forecast.device"
     console.print(f"for {kind}: the second optimizer step of the worker that needs most memory", highlight=False)
+    typed = {key_of(word) for word in trials[0].overrides}
+    if others := [key for key in _NOT_TYPED if key not in typed and key not in swept]:
+        values = " ".join(f"{key}={value_text(setting(trials[0], key))}" for key in others)
+        console.print(f"not compared: {values}", highlight=False, markup=False)
+    if solve := trials[0].config.forecast.solve:
+        console.print(f"forecast.solve={solve.name} takes some ten forecasts of each setting", highlight=False)
     for note in request_notes(requests):
         console.print(f"note: {note}", highlight=False, markup=False)

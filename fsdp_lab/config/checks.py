@@ -207,11 +207,6 @@ def check_forecast(config: SweepConfig, keep: str | None) -> None:
     Raises:
         ConfigError: they are not, or forecasts are disabled.
     """
-    if config.forecast.tokens is not None and config.forecast.usd_per_gpu_hour is None:
-        raise ConfigError(
-            f"forecast.tokens={config.forecast.tokens:g} has a cost only with a price; set forecast.usd_per_gpu_hour, "
-            "as in forecast.usd_per_gpu_hour=2.5."
-        )
     asked, has_gpu = config.forecast, hardware.num_gpus() > 0 and gpus_are_here(config.cluster)
     has_sheet = device_file(asked.device) is not None
     solves = asked.solve.name if asked.solve else None

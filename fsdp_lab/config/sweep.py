@@ -69,7 +69,7 @@ class ForecastConfig:
     usd_per_gpu_hour: Optional[float] = key(None, positive, example=2.5)
     """Dollars for an hour of one device: adds what a million tokens, or samples, costs."""
     tokens: Optional[float] = key(None, positive, example=1e12)
-    """Tokens to train on, whose cost is shown, too."""
+    """Tokens to train on: adds the hours that they take, and with a price their cost."""
     lengths: Optional[str] = key(None)
     """File of a histogram, with a line `length count` for each length of a row: forecast some of these lengths."""
     folder: Optional[str] = key(None)

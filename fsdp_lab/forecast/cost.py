@@ -1,4 +1,4 @@
-"""What training costs, by `forecast.usd_per_gpu_hour`. Imports no torch."""
+"""What training costs, by `forecast.tokens` and `forecast.usd_per_gpu_hour`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,35 +10,41 @@ from fsdp_lab.forecast.capacity import Forecast
 
 @dataclass(frozen=True)
 class Cost:
-    """The dollars of a million tokens, or samples where tokens are not counted, and the range of the predicted step.
+    """What a million tokens cost, or samples where tokens are not counted, with the range of the predicted step.
 
     Attributes:
         unit: `tokens` or `samples`.
-        hourly: of one device.
+        hours: of all devices together, each counted: predicted, lowest and highest.
+        hourly: the dollars of an hour of one device; None: not known.
         tokens: `forecast.tokens`, if tokens are counted.
+        num_workers: the devices.
     """
 
     unit: str
-    usd: float
-    low: float
-    high: float
-    hourly: float
+    hours: tuple[float, float, float]
+    hourly: float | None
     tokens: float | None
+    num_workers: int
+
+    @property
+    def usd(self) -> tuple[float, ...]:
+        """The dollars: predicted, lowest and highest; empty without a price."""
+        return () if self.hourly is None else tuple(hours * self.hourly for hours in self.hours)
 
 
 def cost_of(forecast: Forecast, asked: ForecastConfig) -> Cost | None:
-    """Return what the forecast step costs; None: its speed or the price is not known."""
+    """Return what the forecast step costs; None: its speed is not known, or neither price nor tokens are."""
     speed, hourly = forecast.speed, asked.usd_per_gpu_hour
-    if speed is None or hourly is None:
+    if speed is None or (hourly is None and asked.tokens is None):
         return None
     unit, each = ("tokens", speed.tokens) if speed.tokens else ("samples", 1)
-    usd, low, high = (
-        usd_per_million(hourly, forecast.num_workers, speed.samples * each / seconds)
+    mid, low, high = (
+        hours_per_million(forecast.num_workers, speed.samples * each / seconds)
         for seconds in (speed.step_s, speed.low_s, speed.high_s)
     )
-    return Cost(unit, usd, low, high, hourly, asked.tokens if speed.tokens else None)
+    return Cost(unit, (mid, low, high), hourly, asked.tokens if speed.tokens else None, forecast.num_workers)
 
 
-def usd_per_million(hourly: float, num_workers: int, per_s: float) -> float:
-    """Return the dollars of a million units, if all workers together do `per_s` units per second."""
-    return hourly * num_workers / 3600 / per_s * 1e6
+def hours_per_million(num_workers: int, per_s: float) -> float:
+    """Return the device hours of a million units, if all workers together do `per_s` units per second."""
+    return num_workers / 3600 / per_s * 1e6

@@ -67,7 +67,8 @@ def forecast_all(
         on_done(len(made), len(distinct))
 
     try:
-        _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
+        solving = any(request.config.forecast.solve for request in requests)  # each takes many forecasts
+        _in_pool(distinct, min(num_cpus(), -(-len(distinct) // (1 if solving else _A_PROCESS))), note, stop)
         # A process most likely dies because memory ran out: its forecast is retried once, without others.
         for key in [key for key, forecast in made.items() if forecast.error and forecast.error.code == "lost"]:
             _in_pool({key: distinct[key]}, 1, note, stop)

@@ -38,6 +38,7 @@ SOLVED: dict[str, tuple[str, str, Callable[[int], str]]] = {
     "gpus": ("fewest_workers", "fewest workers", "{:,}".format),
     "capacity": ("least_capacity_bytes", "least GiB", lambda size: f"{size / 2**30:,.2f}"),
 }
+_USD = ("usd_per_million", "usd_per_million_low", "usd_per_million_high")
 # The columns of the frame after the swept keys, and their types; a missing figure is NaN or pd.NA.
 _TYPES = {
     "cluster.num_workers": "int64",
@@ -53,7 +54,7 @@ _TYPES = {
     **{"bound": "object", **dict.fromkeys((f"{name}_share" for name in BOUNDS), "float64")},
     **{"basis": "object", "error_p90": "float64", "ratio_error_p90": "float64", "ratio_group": "object"},
     "usd_unit": "object",
-    **dict.fromkeys(("usd_per_million", "usd_per_million_low", "usd_per_million_high"), "float64"),
+    **dict.fromkeys(_USD, "float64"),
     **{"network_gbit": "float64", "network_assumed": "object", "no_forecast": "object", "no_speed": "object"},
 }
 MOST_ROWS = 24  # of a table
@@ -218,8 +219,8 @@ def _figures(row: Row) -> dict[str, Any]:
         **{"mfu": speed.mfu, "bound": speed.bound, "basis": str(speed.basis)},
         **{f"{name}_share": round(speed.shares.get(name, 0.0), 4) for name in BOUNDS},
         **{"error_p90": speed.error, "ratio_error_p90": speed.relative, "ratio_group": speed.group},
-        **({"usd_unit": cost.unit, "usd_per_million": cost.usd} if (cost := row.cost) else {}),
-        **({"usd_per_million_low": cost.low, "usd_per_million_high": cost.high} if cost else {}),
+        **({"usd_unit": cost.unit} if (cost := row.cost) and cost.usd else {}),
+        **(dict(zip(_USD, cost.usd, strict=False)) if cost else {}),
         "network_gbit": network and network.gbit,
         "network_assumed": network and str(bool(network.steps)).lower(),
     }

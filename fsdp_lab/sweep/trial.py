@@ -10,7 +10,7 @@ from fsdp_lab.config.compose import Trial, variables_in
 from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED, USD
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.cost import usd_per_million
+from fsdp_lab.forecast.cost import hours_per_million
 from fsdp_lab.record.trial import TrialRecord, with_forecast
 
 
@@ -63,7 +63,7 @@ class TrialState(TrialRecord):
         figures, asked = with_forecast(metrics, self.forecast_figures, workspaces), self.trial.config
         rate = figures.get("perf/tokens_per_s") or figures.get(SPEED)
         if rate and (hourly := asked.forecast.usd_per_gpu_hour) is not None:
-            figures[USD] = usd_per_million(hourly, workers_of(asked), rate)
+            figures[USD] = hourly * hours_per_million(workers_of(asked), rate)
         return figures
 
     @property
