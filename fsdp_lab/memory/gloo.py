@@ -44,7 +44,10 @@ class SynchronousGlooMode(TorchDispatchMode):
                 output.copy_(reached)
             return output, finished_work()  # finished: a second wait would return gloo's own buffers
         if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: a gradient norm
-            return wait_for_functional(func(*args, **kwargs)).clone()
+            given, *rest = args
+            with not_reported():
+                reached = wait_for_functional(func(given.clone(), *rest, **kwargs))
+            return reached.clone()
         if func in (self._ALL_REDUCE, self._BROADCAST) and args[0][0].device.type == "cpu":
             tensors, *rest = args
             of_ddp = in_backward() and torch.cpu.current_stream() is self._stream  # FSDP1 enters its own stream
