@@ -51,4 +51,7 @@ def _on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
             )
             return trainer.fit().return_value
     except (ray.exceptions.RayError, ray.train.TrainingFailedError) as error:
-        raise UserError(f"cluster.address={address}: a rank failed: {' '.join(str(error).split())[-300:]}") from error
+        raise UserError(
+            f"cluster.address={address}: a rank failed: {' '.join(str(error).split())[-300:]}. The nodes need "
+            "fsdp_lab and PyTorch of the versions here, and GPUs that nothing else uses."
+        ) from error

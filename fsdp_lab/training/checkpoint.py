@@ -301,8 +301,8 @@ class Checkpoints:
                 raise
             raise CheckpointError(
                 f"the checkpoint {name} is damaged: its files have the expected sizes but cannot be read "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away, {name}.json, to "
-                "start from the checkpoint before it."
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); to start "
+                f"from the checkpoint before it, move {name}.json to another folder."
             ) from error
         if is_own:
             self._newest, state.history, state.so_far = name, meta["history"], meta.get("so_far", {})

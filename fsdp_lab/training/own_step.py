@@ -107,8 +107,8 @@ class OwnStep:
             ranks = gather((reduced, dict(self._numbers())))
         for does in (does for does, _ in ranks if does):
             raise UserError(
-                f"{self._where} makes one number of a tensor ({does}), of which each rank of sharding.api=fsdp1 has a "
-                "flat part, and exchanges nothing. Use sharding.api=fsdp2, whose operations are of the whole, or ddp."
+                f"{self._where} reduces a tensor to one number ({does}), and each rank of sharding.api=fsdp1 has a "
+                "flat part of it. Use sharding.api=fsdp2, which reduces whole tensors, or sharding=ddp."
             )
         first = ranks[0][1]
         for rank, (_, numbers) in enumerate(ranks):

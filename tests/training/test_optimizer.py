@@ -164,7 +164,7 @@ OF_PARTS = r"each rank of sharding\.api=fsdp1 has a flat part.*Use sharding\.api
 READS = r"reads a number of a sharded tensor"
 # An optimizer and a sharding: the message that refuses it; "" where it trains as a plain loop.
 STEPS = {
-    f"Normalized {LAYER}": "", f"Normalized {FSDP1}": rf"makes one number of a tensor \(.*norm\), of .*{OF_PARTS}",
+    f"Normalized {LAYER}": "", f"Normalized {FSDP1}": rf"reduces a tensor to one number \(.*norm\), and {OF_PARTS}",
     f"ByNumber {DDP}": "",
     f"ByNumber {LAYER}": rf"the step of .*ByNumber {READS} \(tests/.*/optim\.py:\d+\).*full_tensor",
     f"ByWholeNumber {LAYER}": "", f"ByNumber {FSDP1}": OF_PARTS,
