@@ -1,7 +1,7 @@
 """The table of `tests/training/test_parity.py`: which settings of which workloads are compared, and in which tier.
 
-`make test` has each value of each setting and each kind of workload once, `make ci` every sharding with every
-reshard_after_forward and every pair of the other settings, `make test-all` the rest.
+`make test` has each value of each setting and each kind of workload once. `make ci` adds every sharding with every
+reshard_after_forward, and every pair of the other settings; `make test-all` the rest.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` eve
                                over several nodes cover half and twice of that
   forecast.solve               batch: adds the most samples that fit one worker at once; gpus: the fewest workers, with
                                the same global batch, or as ${per_worker:N} says; capacity: the least memory
-  forecast.usd_per_gpu_hour    adds the dollars of a million tokens or images, and of forecast.tokens=1e12
+  forecast.tokens              tokens to train on, as 1e12: adds the hours that they take
+  forecast.usd_per_gpu_hour    adds the dollars of a million tokens or samples, and of forecast.tokens
   forecast.lengths             a file with a line `length count` for each length of a row: forecasts some of them
                                (data.length or data.seq_len), and prints the share of steps that would not fit
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>

@@ -27,7 +27,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` most likely means; None if nothing is close.
 
     Compares the last parts of dotted names, ignoring case. First come the names of other trainers, then names that
-    continue with an underscore (after a number, with anything), then the nearest number, then similar spelling.
+    continue with an underscore, or after a number with anything. The nearest number and similar spelling come last.
     """
     names = list(known)
     leaf = _leaf(name)

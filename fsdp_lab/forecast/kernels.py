@@ -196,8 +196,9 @@ def buffer_bytes(sheet: Device | None, func: Any, args: Sequence[Any]) -> int:
 def _column_sum_bytes(num_cores: int, matrix: Tensor, dims: Sequence[int]) -> int:
     """Return the bytes for the partial sums of thread blocks in a sum of rows, such as the gradient of a bias.
 
-    PyTorch divides it (`setReduceConfig` in ATen/native/cuda/Reduce.cuh) into at most 512 threads per block, four
-    columns per thread, and 2,048 threads per multiprocessor (fewer on graphics GPUs). Only for row-major matrices.
+    PyTorch divides it into at most 512 threads per block, four columns per thread, and 2,048 threads per
+    multiprocessor, or fewer on graphics GPUs (`setReduceConfig` in ATen/native/cuda/Reduce.cuh). Only for row-major
+    matrices.
     """
     columns = matrix.shape[-1]
     if not matrix.is_contiguous() or list(dims) != list(range(matrix.dim() - 1)) or columns % 4 or columns < 4:

@@ -181,8 +181,8 @@ class Timed:
 def variance_of_sum(times: Sequence[float]) -> float:
     """Return the variance of the sum of consecutive, correlated step times; 0 for a single one.
 
-    By non-overlapping batch means: of n steps, a batch has the square root of n (Flegal and Jones, "Batch means and
-    spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010). Two or three
+    By non-overlapping batch means: of n steps, a batch has the square root of n. Source: Flegal and Jones, "Batch
+    means and spectral variance estimators in Markov chain Monte Carlo", Annals of Statistics 38, 2010. Two or three
     steps count as independent. Changes between runs, or slower than a batch, are not included.
     """
     if len(times) < 2:

@@ -104,14 +104,14 @@ def allocated(cases: list[list[str]]) -> list[int]:
 def test_three_peaks_by_hand_and_by_the_allocator_are_forecast():
     """By PyTorch's profiler (`profile_memory`), which sees allocations, not tensors or categories. A peak is
 
-    - with DDP in the backward pass of the block: parameters, as many bytes of buckets, the batch, the gradients of the
-      block's parameters, which are not in their bucket yet, and of its output, and 3 numbers: the sum
-      of losses, the loss, and the loss of the microbatch;
+    - with DDP in the backward pass of the block: parameters, as many bytes of buckets, the batch, and gradients of
+      the block's output and of its parameters, which are not in their bucket yet. Of 3 numbers: the sum of losses,
+      the loss, and the loss of the microbatch;
     - with `per_block` there, too, where the block is gathered again: half of the parameters, Adam's two averages and 4
-      counts of steps, the batch, all parameters and once more the block's, in the buffer that it was gathered into,
-      the gradients of the head, the block's output and its gradient, and 3 numbers;
-    - with `root` in the forward pass: half of the parameters, the batch, all parameters and the buffer, which FSDP2
-      keeps until the next gather, the output of the linear layer and that of its ReLU, and the sum of losses.
+      counts of steps, the batch. All parameters are there, and once more the block's, in the buffer that it was
+      gathered into. Then the gradients of the head, the block's output and its gradient, and 3 numbers;
+    - with `root` in the forward pass: half of the parameters, the batch, all parameters and their buffer, which FSDP2
+      keeps until the next gather. Then the outputs of the linear layer and of its ReLU, and the sum of losses.
     """
     cases = [["model=mlp", *words.split()] for words in BY_HAND]
     forecasts = [forecast_profile(config(*words), 2, cuda=False).peaks["device"]["total"] for words in cases]

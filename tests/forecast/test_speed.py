@@ -113,7 +113,7 @@ AGREED = {8: 1.25, 16: 1.4, 64: 1.75}
 @pytest.mark.parametrize("ranks", AGREED)
 @pytest.mark.parametrize("kind", [Kind.gather, Kind.scatter, Kind.reduce])
 def test_collectives_agree_with_pytorchs_copy_of_nccls_model(ranks: int, kind: Kind):
-    """From 64 KiB to 1 GiB. It takes an A100 where there is no GPU, nodes of 8 devices, and one adapter of 25 GB/s for
+    """From 64 KiB to 1 GiB. Where there is no GPU it takes an A100 in nodes of 8. It has one adapter of 25 GB/s for
     what a ring sends between nodes; ours has the adapters of all devices, and is given that one here."""
     names = {Kind.gather: "ALL_GATHER", Kind.scatter: "REDUCE_SCATTER", Kind.reduce: "ALL_REDUCE"}
     a100 = replace(

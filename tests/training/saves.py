@@ -14,8 +14,8 @@ from tests.ranks import config
 
 
 class Block(nn.Module):
-    """It saves views of one projection, expanded and transposed tensors, one that is changed in place after it was
-    saved, a mask of bytes, a buffer, and what is too small."""
+    """It saves views of one projection, expanded and transposed tensors, a mask of bytes, a buffer, and what is too
+    small. One tensor is changed in place after it was saved."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()

@@ -31,8 +31,8 @@ MLP = ("model=mlp", "training.max_steps=1")
 
 
 class Slow(nn.Module):
-    """On a clock of its own, which its data set moves, too: an item takes 1 s, to compute a sample 3 s, but 1000 s in
-    a validation and before the clock has 80,000 s, which is in the third step."""
+    """On a clock of its own, which its data set moves, too. An item takes 1 s, and to compute a sample 3 s. In a
+    validation, and before the clock has 80,000 s (in the third step), a sample takes 1000 s."""
 
     now: ClassVar[float] = 0.0
 

@@ -86,7 +86,7 @@ def whole(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.mark.ci
 def test_ranks_read_what_transformers_wrote_to_the_bit(tmp_path: Path) -> None:
-    """GPT-2 in several files, T5 with its three tied tables, ViT by the names of its publication, and Llama, which is
+    """GPT-2 in several files, T5 with its three tied tables, ViT by the names of its publication, and Llama. Llama is
     in bfloat16 there and in float32 here. A step of 1e-300 changes no bit, so trials export what they have read."""
     torch.manual_seed(3)  # not the seed of a trial
     models = {"gpt2": shards_of_gpt2(tmp_path / "gpt2")}

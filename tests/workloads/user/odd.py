@@ -32,8 +32,8 @@ class Block(nn.Module):
 
 
 class Odd(nn.Module):
-    """Tied weights, a table that the constructor computes, a block that is called twice, a frozen layer, a parameter
-    without a gradient, a dictionary with a dataclass's content as output, initialisation at the end of all."""
+    """Tied weights, a table that the constructor computes, a block that is called twice, a frozen layer. A parameter
+    has no gradient, the output is a dictionary with a dataclass's content, and initialisation comes last."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
