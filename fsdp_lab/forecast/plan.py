@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 ROOT, NO_UNIT = "<root>", "-"
 OPERATIONS = {Kind.gather: "all_gather", Kind.scatter: "reduce_scatter", Kind.reduce: "all_reduce"}
 _LARGEST = 5
-_MODULES = 3  # to name per kind of operator
+_NAMED = 3  # modules per kind of operator
+_MODULES = 24  # per category
+BY_MODULE = ("activation", "temp")  # categories that no unit explains
 _BEFORE = ("param", "optimizer", "buffer", "input")  # categories that exist before the step
 
 
@@ -95,6 +97,7 @@ class StepPlan:
         setting: the values of the swept keys; "": there is one setting.
         device: `cuda`, `cpu`, or the name of a data sheet.
         units: equal ones in one row; `*` in a name stands for any number.
+        modules: at a peak, what modules hold of categories that no unit explains, by pattern of their names.
         collectives: in the order of their first occurrence.
         time: None: no device was named, or see `no_time`.
     """
@@ -107,6 +110,7 @@ class StepPlan:
     flops: list[Work] = field(default_factory=list)
     peaks: list[Highest] = field(default_factory=list)
     categories: list[Part] = field(default_factory=list)
+    modules: list[Part] = field(default_factory=list)
     largest: list[Part] = field(default_factory=list)
     time: Time | None = None
     no_time: str = ""
@@ -164,7 +168,7 @@ def plan_of(step: Step, setting: str, workers: int, device: str) -> StepPlan:
             of = flops.setdefault((one.kind.value, one.phase, one.dtype), Counter())
             of[pattern(one.module) or NO_UNIT] += int(one.flops)
     for key, of in sorted(flops.items()):
-        largest = sorted(of, key=lambda name: (-of[name], name))[:_MODULES]
+        largest = sorted(of, key=lambda name: (-of[name], name))[:_NAMED]
         plan.flops.append(Work(*key, of.total(), ", ".join(largest)))
     for place in PLACES:
         if (peak := step.profile.peak(place)) is not None:
@@ -227,6 +231,12 @@ def _add_peak(plan: StepPlan, profile: Profile, place: str, peak: Peak, labels: 
         if some := [number for number in by_size if held[number].category == category]:
             size = sum(held[number].num_bytes for number in some)
             plan.categories.append(Part(place, category, size, owners[some[0]]))
+            if category in BY_MODULE:
+                sizes = Counter[str]()
+                for number in some:
+                    sizes[pattern(held[number].module) or NO_UNIT] += held[number].num_bytes
+                for name in sorted(sizes, key=lambda name: (-sizes[name], name))[:_MODULES]:
+                    plan.modules.append(Part(place, category, sizes[name], NO_UNIT, name))
     for number in by_size[:_LARGEST]:
         of = held[number]
         plan.largest.append(Part(place, of.category, of.num_bytes, owners[number], of.module or owners[number]))

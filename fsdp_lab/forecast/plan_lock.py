@@ -18,7 +18,7 @@ from fsdp_lab.config.serialize import from_dict
 from fsdp_lab.config.wording import count, four_digits, significant
 from fsdp_lab.config.words import key_of
 from fsdp_lab.forecast.devices import torch_version
-from fsdp_lab.forecast.plan import OPERATIONS, ROOT, Sent, StepPlan, pattern
+from fsdp_lab.forecast.plan import NO_UNIT, OPERATIONS, ROOT, Sent, StepPlan, pattern
 from fsdp_lab.storage.files import read_object, write_text
 from fsdp_lab.training.layout import Unit
 
@@ -29,7 +29,7 @@ TOLERANCES = {"plan.peak": 0.0, "plan.sent": 0.0, "plan.units": 0.0, "plan.flops
 _REMEDY = "restore it from the repository, or remove it and write it again with lock={file} and all overrides"
 # The lines that a tolerance allows to change if no sum changes.
 _COVERED = {
-    "plan.peak": ("peaks", "categories", "largest"), "plan.sent": ("collectives",), "plan.units": ("units",),
+    "plan.peak": ("peaks", "categories", "modules", "largest"), "plan.sent": ("collectives",), "plan.units": ("units",),
     "plan.flops": ("flops",), "plan.step": ("time", "no_time"),
 }  # fmt: skip
 _SHARE = 0.001  # of the FLOPs of a phase, above which another type is named
@@ -238,7 +238,8 @@ def _sent_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
         groups, causes = [{one.group for one in some} for some in (was, now) if some], _causes(was, now)
         if groups[0] != groups[-1] or _relative(a, b) > allowed or (a == b and causes):
             times = f"{calls} → {more} calls" if calls != more else count(calls, "call")
-            text = f"{operation} in {phase}: {times}, {_pair(a, b)}: {_listed(causes)}"
+            named = f": {_listed(causes)}" if causes else ""
+            text = f"{operation} in {phase}: {times}, {_pair(a, b)}{named}"
             yield Change(abs(b - a), max(_relative(a, b), _relative(calls, more)), text)
 
 
@@ -253,7 +254,7 @@ def _causes(was: Sequence[Sent], now: Sequence[Sent]) -> list[str]:
         for name in ("dtype", "group"):
             one, other = (", ".join(dict.fromkeys(getattr(each, name) for each in some)) for some in (before, after))
             words += [f"{other} was {one}"] if one and other and one != other else []
-        if words or a != b:
+        if words or (a != b and unit != NO_UNIT):
             causes.append((abs(b - a), abs(more - calls), f"{unit} {', '.join(words) or _pair(a, b)}"))
     return [text for *_, text in sorted(causes, key=lambda cause: cause[:2], reverse=True)]
 
@@ -319,7 +320,7 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
             or (len(some) == 1 and 2 * up * moved[others[0]] > up * moved[first])
         ):
             some.append(others.pop(0))
-        by = " and ".join(f"{name} {_signed(moved[name])}" for name in some)
+        by = " and ".join(f"{name} {_signed(moved[name])}{_of_modules(before, after, place, name)}" for name in some)
         rest = now - was - sum(moved[name] for name in some)
         larger, row = (after, new[place]) if up > 0 else (before, old[place])
         unit = next((c.unit for c in larger.categories if (c.place, c.category) == (place, first)), "")
@@ -328,6 +329,17 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
         name = "peak" if place == "device" else f"{place} peak"
         text = f"{name} {_pair(was, now)}: {by} {row.where}{of}{f'; all else {_signed(rest)}' if rest else ''}"
         yield Change(abs(now - was), _relative(was, now), text)
+
+
+def _of_modules(before: StepPlan, after: StepPlan, place: str, category: str) -> str:
+    """Return the modules that hold more or less of a category, in parentheses; "": none is known."""
+    old, new = (
+        {one.module: one.bytes for one in plan.modules if (one.place, one.category) == (place, category)}
+        for plan in (before, after)
+    )
+    moved = {name: new.get(name, 0) - old.get(name, 0) for name in (*old, *new) if name != NO_UNIT}
+    largest = sorted((name for name in moved if moved[name]), key=lambda name: -abs(moved[name]))
+    return f" ({_listed([f'{name} {_signed(moved[name])}' for name in largest])})" if largest else ""
 
 
 def figures(plan: StepPlan) -> dict[str, tuple[float, str]]:
