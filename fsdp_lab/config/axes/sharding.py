@@ -94,9 +94,8 @@ def _notes(trial: TrialConfig, where: Where) -> Iterator[str]:
     sharding = trial.sharding
     if sharding.granularity is Granularity.root and trial.task.step is None:
         yield (
-            "sharding=root makes the whole model one unit. All parameters are gathered at once: the peak holds the "
-            "full model, and communication does not overlap with computation. sharding=per_block gathers block by "
-            "block."
+            "sharding=root makes the whole model one unit: a GPU holds all of it while a pass runs, and communication "
+            "does not overlap with computation. sharding=per_block gathers block by block."
         )
     if sharding.dp_replicate == 1 or not where.nodes:
         return
