@@ -169,6 +169,25 @@ def made_small(command: Command) -> list[str]:
     return replaced(command.words[2:], values)
 
 
+# For docs/clusters.md, in which it is the reader's own.
+_GPT = """
+from torch import nn
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50304, 16), nn.Linear(16, 50304)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(x)
+"""
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The files of two pages, where their first lines say, and tiny models for docs/hugging-face.md."""
@@ -178,6 +197,8 @@ def project(tmp_path: Path) -> Path:
             name = next(line for line in block.splitlines() if not line.startswith("# @")).removeprefix("# ")
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(block)
+    (tmp_path / "my_gpt").mkdir()
+    (tmp_path / "my_gpt" / "model.py").write_text(_GPT)
     for name in ("gpt2", "llama", "vit"):
         plain_model(name).save_pretrained(tmp_path / "my_models" / name)  # type: ignore[operator]
     return tmp_path
