@@ -55,6 +55,7 @@ def check_to_forecast(config: SweepConfig) -> None:
     for name, value in (("dry_run", "true" if config.dry_run else None), ("resume", config.resume)):
         if value is not None:
             raise ConfigError(f"{name}={value}: forecasts start no trial; leave it out, or use python -m fsdp_lab.")
+    check_cluster(config.cluster)
     if config.cluster.num_workers is None and config.cluster.address is not None:
         raise ConfigError(
             f"cluster.num_workers=null with cluster.address={config.cluster.address}: a forecast asks no cluster for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from fsdp_lab.forecast.devices import check_sweep, no_file_note
 from fsdp_lab.record.hydra_folder import write_hydra_folder, write_yaml
 from fsdp_lab.record.sweep_json import begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
-from fsdp_lab.storage.locks import locked
+from fsdp_lab.storage.locks import locked, unwritable
 from fsdp_lab.storage.objects import check_access
 from fsdp_lab.sweep.command import Alone, Multirun
 from fsdp_lab.sweep.names import folder_key, relative, resume_lines, run_name, ui_command
@@ -62,7 +63,7 @@ def run(command: Alone | Multirun) -> ExitCode:
 
 
 def reach(sweep: Sweep) -> None:
-    """Reach object storage, and the Ray at `cluster.address`, before the sweep writes anything anywhere.
+    """Reach the shared storage, and the Ray at `cluster.address`, before the sweep writes anything anywhere.
 
     Raises:
         UserError: one does not answer, or refuses; or no Ray can be started here.
@@ -70,6 +71,14 @@ def reach(sweep: Sweep) -> None:
     cluster = sweep.config.cluster
     if cluster.storage_path is not None and is_address(cluster.storage_path):
         check_access(cluster.storage_path)
+    elif cluster.storage_path is not None:
+        folder = Path(cluster.storage_path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise unwritable("cluster.storage_path", folder, error) from error
     if sweep.config.engine is not Engine.ray or not sweep.has_more():
         return
     if cluster.address is None:

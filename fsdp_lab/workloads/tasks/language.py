@@ -41,7 +41,8 @@ class Language(TokenLoss):
             if not isinstance(logits, Tensor):
                 raise UserError(
                     f"task=language: the model returns a {type(outputs).__name__} without logits; return these, or an "
-                    "object or a dictionary that has them as logits."
+                    "object or a dictionary that has them as logits. Or leave out task=language, and name a loss "
+                    "of your own by task.loss=<package.function>."
                 )
             return logits
         return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
