@@ -18,7 +18,7 @@ from fsdp_lab.training.layout import Unit
 
 NONE = -1  # the label of an item that belongs to no block
 REPEATED = 2  # the period to repeat: the first two and the last two may differ from it
-_SIZES = ("num_bytes", "flops", "parameters", "sharded", "gathered")  # grow with the blocks
+_SIZES = ("num_bytes", "flops", "parameters", "sharded", "gathered", "trained")  # grow with the blocks
 _FIRST = 5  # periods of the smaller step
 
 
