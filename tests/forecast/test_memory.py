@@ -149,6 +149,8 @@ def test_tensors_that_are_no_parameters_are_followed():
 )
 def test_every_cell_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int) -> None:
     cases = [[*model.split(), *overrides(cell)] for cell in every_four_axes()[::step]]
+    # an overflow skips a step: then the optimizer holds nothing
+    cases = [[*words, *["precision.init_scale=256"] * ("precision=fp16" in " ".join(words))] for words in cases]
     assert differences(cases) == []
 
 
