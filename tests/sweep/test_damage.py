@@ -31,7 +31,11 @@ def test_an_unreadable_checkpoint_fails_its_trial_alone(tmp_path: Path):
     output = done.stdout + done.stderr
     assert done.returncode == 1 and "Traceback" not in output, output
     assert sweep.statuses == ["failed", *["finished"] * 3] and len(sweep.trials[1].epochs) == 3, output
-    assert "out/0/checkpoints/step_" in output and "is damaged" in output and "move it away" in output
+    assert (
+        "out/0/checkpoints/step_" in output
+        and "is damaged" in output
+        and "to start from the checkpoint before it, move " in output
+    )
 
 
 @pytest.mark.ci
